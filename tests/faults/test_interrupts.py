@@ -1,0 +1,308 @@
+"""Ctrl-C and other signals while the main thread is in a call."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+
+import pytest
+
+import tszmq
+from tests.client_fixtures import answer_one, inflight
+from tests.mock_engine import eventually, in_thread, predicted
+from tszmq import SamplingParams
+
+pytestmark = pytest.mark.timeout(40)
+
+MAIN = threading.main_thread().ident or 0
+
+
+def ctrl_c(when):
+    """Send SIGINT to the main thread as soon as ``when()`` returns; the future tells when."""
+
+    def send():
+        when()
+        threading.Event().wait(0.05)  # for the main thread to be in its wait
+        signal.pthread_kill(MAIN, signal.SIGINT)
+        return time.monotonic()
+
+    return in_thread(send)
+
+
+def interrupted(call, when):
+    """Run the call in this thread, interrupted once ``when()`` has returned."""
+    sent = ctrl_c(when)
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    assert time.monotonic() - sent.result(1) < 0.5
+
+
+# --- Ctrl-C in every kind of wait ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("timeout", [None, 30])
+def test_ctrl_c_in_generate(client_and_engines, timeout):
+    """That request is aborted, the client stays usable."""
+    client, [engine] = client_and_engines()
+    interrupted(lambda: client.generate([1], timeout=timeout), engine.recv_add)
+    [rid] = engine.requests
+    assert engine.recv_abort() == [rid]
+    engine.expect_nothing(0.1)
+    assert inflight(client) == [0]
+    answer_one(client, engine)
+
+
+@pytest.mark.parametrize("timeout", [None, 30])
+def test_ctrl_c_in_next(client_and_engines, timeout):
+    """In a loop inside a block, as programs have it."""
+    client, [engine] = client_and_engines()
+    got = []
+
+    def call():
+        with client.stream([1], timeout=timeout) as stream:
+            for chunk in stream:
+                got.extend(chunk.token_ids)
+
+    def when():
+        engine.tokens(engine.recv_add().rid, [5])
+        eventually(lambda: got)
+
+    interrupted(call, when)
+    [rid] = engine.requests
+    assert got == [5]
+    assert engine.recv_abort() == [rid]
+    engine.expect_nothing(0.1)
+    assert inflight(client) == [0]
+    answer_one(client, engine)
+
+
+def test_ctrl_c_in_next_aborts_though_the_stream_is_kept(client_and_engines):
+    """No block, and the stream still has a name: next() itself aborts it."""
+    client, [engine] = client_and_engines()
+    stream = client.stream([1])
+    interrupted(lambda: next(stream), engine.recv_add)
+    [rid] = engine.requests
+    assert engine.recv_abort() == [rid]
+    assert inflight(client) == [0]
+    stream.close()
+    engine.expect_nothing(0.1)
+    answer_one(client, engine)
+
+
+def test_ctrl_c_in_result(client_and_engines):
+    """Leaving the block aborts, and only once."""
+    client, [engine] = client_and_engines()
+
+    def call():
+        with client.stream([1]) as stream:
+            stream.result(30)
+
+    interrupted(call, engine.recv_add)
+    [rid] = engine.requests
+    assert engine.recv_abort() == [rid]
+    engine.expect_nothing(0.1)
+    assert inflight(client) == [0]
+    answer_one(client, engine)
+
+
+@pytest.mark.parametrize("errors", ["raise", "return"])
+@pytest.mark.parametrize("kind", ["list", "iterator"])
+def test_ctrl_c_in_generate_many(client_and_engines, errors, kind):
+    """All of its requests are aborted, those of other threads are not."""
+    client, engines = client_and_engines(2)
+    other = in_thread(client.generate, [99], data_parallel_rank=0)
+    kept = engines[0].recv_add().rid
+    prompts = [[n + 1] for n in range(9)]
+
+    def call():
+        if kind == "list":
+            client.generate_many(prompts, errors=errors)
+        else:
+            client.generate_many(iter(prompts), errors=errors, max_inflight=9)
+
+    def when():
+        eventually(lambda: [engine.drain() for engine in engines] and sum_of(engines) == 10)
+
+    def sum_of(its):
+        return sum(len(engine.requests) for engine in its)
+
+    interrupted(call, when)
+    assert inflight(client) == [1, 0]
+    for engine in engines:
+        engine.recv_aborts_of(rid for rid in engine.requests if rid != kept)
+    engines[0].tokens(kept, [5], "stop")
+    assert other.result(2).token_ids == [5]
+    for engine in engines:
+        answer_one(client, engine)
+
+
+def test_ctrl_c_in_as_completed(client_and_engines):
+    """The same for the iterator of results."""
+    client, [engine] = client_and_engines()
+    results = client.as_completed([[1], [2], [3]])
+
+    def call():
+        for _ in results:
+            pass
+
+    def when():
+        engine.tokens(engine.recv_adds(3)[1].rid, [5], "stop")
+
+    interrupted(call, when)
+    assert inflight(client) == [0]
+    rids = list(engine.requests)
+    engine.recv_aborts_of([rids[0], rids[2]])
+    answer_one(client, engine)
+
+
+def test_ctrl_c_while_waiting_for_a_place(client_and_engines):
+    """Nothing was sent, nothing is reserved."""
+    client, [engine] = client_and_engines(max_inflight=1)
+    stream = client.stream([1])
+    rid = engine.recv_add().rid
+    interrupted(lambda: client.generate([2]), lambda: None)
+    assert client.inflight(0) == 1
+    engine.tokens(rid, [5], "stop")
+    assert stream.result(5).token_ids == [5]
+    assert inflight(client) == [0]
+    answer_one(client, engine)
+
+
+def test_ctrl_c_in_the_iterator_of_prompts(client_and_engines):
+    """The caller's own code is interrupted inside ours."""
+    client, [engine] = client_and_engines()
+
+    def prompts():
+        yield [1]
+        yield [2]
+        threading.Event().wait(20)
+
+    interrupted(
+        lambda: client.generate_many(prompts(), max_inflight=8), lambda: engine.recv_adds(2)
+    )
+    assert inflight(client) == [0]
+    engine.recv_aborts_of(engine.requests)
+    answer_one(client, engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["generate", "stream", "generate_many", "as_completed"])
+def test_ctrl_c_at_any_moment(client_and_engines, kind):
+    """Wherever it lands, nothing stays reserved or running, and the client works on."""
+    client, [engine] = client_and_engines(auto=True, engine={"step_delay": 0.0005})
+    params = SamplingParams(max_tokens=4)
+
+    def stream():
+        with client.stream([1], params) as opened:
+            for _ in opened:
+                pass
+
+    def as_completed():
+        for _ in client.as_completed([[1], [2], [3]], params):
+            pass
+
+    call = {
+        "generate": lambda: client.generate([1], params),
+        "stream": stream,
+        "generate_many": lambda: client.generate_many([[1], [2], [3]], params),
+        "as_completed": as_completed,
+    }[kind]
+    armed = [False]
+
+    def on_sigint(*_):
+        if armed[0]:
+            armed[0] = False
+            raise KeyboardInterrupt
+
+    chance = random.Random(kind)
+    hits = 0
+    previous = signal.signal(signal.SIGINT, on_sigint)
+    try:
+        for _ in range(250):
+            delay = chance.random() * 0.004
+            timer = threading.Timer(delay, signal.pthread_kill, (MAIN, signal.SIGINT))
+            timer.daemon = True
+            try:
+                try:
+                    armed[0] = True
+                    timer.start()
+                    call()
+                finally:
+                    armed[0] = False
+            except KeyboardInterrupt:
+                hits += 1
+            timer.join()
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert hits > 20, "the interrupts missed the calls: this test tests nothing"
+    eventually(lambda: inflight(client) == [0], 2)
+    eventually(lambda: engine.running == 0, 2)
+    assert client.generate([5], params, timeout=5).token_ids == predicted([5], 4)
+
+
+# --- other signals -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tick():
+    """SIGUSR1 for the main thread every 20 ms, with a handler that does nothing of interest."""
+    count = [0]
+
+    def on_signal(*_):
+        count[0] += 1
+
+    stop = threading.Event()
+
+    def run():
+        while not stop.wait(0.02):
+            signal.pthread_kill(MAIN, signal.SIGUSR1)
+
+    previous = signal.signal(signal.SIGUSR1, on_signal)
+    ticking = in_thread(run)
+    yield count
+    stop.set()
+    ticking.result(2)
+    signal.signal(signal.SIGUSR1, previous)
+
+
+@pytest.mark.parametrize("kind", ["generate", "next", "result", "generate_many"])
+def test_deadlines_hold_under_a_stream_of_signals(client_and_engines, tick, kind):
+    """A wait that starts over after each signal would never end."""
+    client, [engine] = client_and_engines()
+    call = {
+        "generate": lambda: client.generate([1], timeout=1),
+        "next": lambda: next(client.stream([1], timeout=1)),
+        "result": lambda: client.stream([1], timeout=1).result(),
+        "generate_many": lambda: client.generate_many([[1], [2]], timeout=1),
+    }[kind]
+    started = time.monotonic()
+    with pytest.raises(tszmq.DeadlineExceeded):
+        call()
+    assert 0.95 <= time.monotonic() - started < 1.2
+    assert tick[0] > 20, "hardly any signal came: this test tests nothing"
+    assert inflight(client) == [0]
+    engine.drain()
+    eventually(lambda: engine.drain() is not None and not engine.unfinished, 2)
+
+
+def test_waiting_for_a_place_ends_in_time_under_a_stream_of_signals(client_and_engines, tick):
+    """The same for max_inflight."""
+    client, [engine] = client_and_engines(max_inflight=1)
+    with client.stream([1]):
+        engine.recv_add()
+        started = time.monotonic()
+        with pytest.raises(tszmq.QueueFull):
+            client.generate([2], timeout=0.5)
+        assert 0.45 <= time.monotonic() - started < 0.7
+        assert tick[0] > 10
+
+
+def test_tokens_arrive_under_a_stream_of_signals(client_and_engines, tick):
+    """Nothing is lost or doubled."""
+    client, _ = client_and_engines(auto=True, engine={"step_delay": 0.002})
+    with client.stream([1], SamplingParams(max_tokens=300)) as stream:
+        tokens = [token for chunk in stream for token in chunk.token_ids]
+    assert tokens == predicted([1], 300)
+    assert tick[0] > 10

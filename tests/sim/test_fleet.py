@@ -1,0 +1,217 @@
+"""Fleets of simulator engines: who ends when, and what is left."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+
+import pytest
+
+from tests.sim.raw_frontend import DEAD, Deadline, children_of, gone, wait_until
+from tszmq.sim import Fleet
+
+pytestmark = pytest.mark.embedded
+
+PARENT = """
+import sys, threading
+from tszmq.sim import Fleet
+fleet = Fleet(2)
+fleet.start(sys.argv[1])
+if "fork" in sys.argv:
+    import os
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        os.close(writer)
+        os.read(reader, 1)  # a sibling, gone when the parent is
+        os._exit(0)
+    os.close(reader)
+print(*fleet.pids, flush=True)
+threading.Event().wait()
+"""
+
+
+def pids_of(parent: subprocess.Popen) -> list[int]:
+    assert parent.stdout is not None
+    return [int(word) for word in parent.stdout.readline().split()]
+
+
+class TestFleet:
+    @pytest.mark.parametrize("registered", [True, False], ids=["registered", "starting"])
+    @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+    def test_the_children_die_with_their_parent(self, frontend, how, registered):
+        parent = subprocess.Popen(
+            [sys.executable, "-c", PARENT, frontend.address],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        with parent:
+            pids = pids_of(parent)
+            assert len(pids) == 2
+            if registered:
+                frontend.accept_all(2)
+            parent.send_signal(how)
+        deadline = Deadline("the children are gone", 10)
+        for pid in pids:
+            wait_until(lambda pid=pid: gone(pid), "a child is gone", deadline.left())
+
+    def test_a_forked_sibling_does_not_keep_them_alive(self, frontend):
+        parent = subprocess.Popen(
+            [sys.executable, "-c", PARENT, frontend.address, "fork"],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        with parent:
+            pids = pids_of(parent)
+            parent.kill()
+            for pid in pids:
+                wait_until(lambda pid=pid: gone(pid), "a child is gone", 10)
+
+    def test_in_a_forked_child_it_does_nothing(self, start):
+        engine = start()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # threads and fork
+            pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    engine.fleet.kill(0)
+                    engine.fleet.restart(0)
+                    engine.fleet.terminate()
+                    engine.fleet._children.clear()
+                    gc.collect()
+                code = len(caught)
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        engine.add("a", [1], 1)
+        engine.until("a")
+
+    def test_terminate_twice_leaves_nothing(self, frontend):
+        fleet = Fleet(2)
+        fleet.start(frontend.address)
+        fleet.stop(0)  # a stopped one has to end as well
+        pids = fleet.pids
+        fleet.terminate()
+        fleet.terminate()
+        assert all(gone(pid) for pid in pids)
+        assert None not in fleet.exit_codes
+        with pytest.raises(BrokenPipeError):
+            fleet.send(0, "stats")
+        with pytest.raises(RuntimeError):
+            fleet.start(frontend.address)
+
+    def test_nothing_is_left_open(self, frontend):
+        script = """
+import sys
+from tszmq.sim import Fleet
+with Fleet(1, capture=True) as fleet:
+    fleet.start(sys.argv[1])
+    fleet.restart(0)
+del fleet
+"""
+        done = subprocess.run(
+            [sys.executable, "-X", "dev", "-W", "error", "-c", script, frontend.address],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+
+    @pytest.mark.parametrize("options", [{"nonsense": 1}, {"index": 1}, {"control": True}])
+    def test_unknown_options(self, options):
+        with pytest.raises(TypeError):
+            Fleet(1, **options)
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"max_num_seqs": 0},
+            {"step_ms": -1},
+            {"step_ms": float("nan")},
+            {"era": 11},
+            {"protocol": "other"},
+            {"prefill_tokens_per_step": 0},
+        ],
+    )
+    def test_options_out_of_range(self, options):
+        with pytest.raises(ValueError, match=r"must be|there is no"):
+            Fleet(1, **options)
+
+    def test_two_restarts_at_once_leave_one_engine(self, frontend):
+        with Fleet() as fleet:
+            fleet.start(frontend.address)
+            threads = [threading.Thread(target=fleet.restart, args=(0,)) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(20)
+            assert fleet.exit_codes == (None,)
+            children = children_of(os.getpid())
+            assert {*fleet.pids} <= children
+        assert not children & children_of(os.getpid())
+
+    def test_a_fleet_has_engines(self):
+        with pytest.raises(ValueError, match="at least 1"):
+            Fleet(0)
+
+
+class TestCommand:
+    def run(self, *args: str, stdin: int = subprocess.DEVNULL) -> subprocess.Popen:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tszmq.sim", *args],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            stdin=stdin,
+            stderr=subprocess.PIPE,
+        )
+
+    @pytest.mark.parametrize(
+        ("args", "says"),
+        [
+            (("--kv-pages", "0"), b"kv_pages must be at least 1"),
+            (("--index", "65536"), b"index must be in"),
+            (("--ranks", "2", "--control"), b"share one standard input"),
+            (("--era", "11"), b"invalid choice"),
+        ],
+    )
+    def test_wrong_arguments(self, args, says):
+        with self.run("--handshake", "ipc:///nowhere", *args) as process:
+            _, text = process.communicate(timeout=20)
+        assert process.returncode == 2
+        assert says in text
+        assert b"Traceback" not in text
+
+    def test_ranks_end_when_standard_input_does(self, frontend):
+        args = ("--handshake", frontend.address, "--ranks", "2", "--die-with-parent")
+        with self.run(*args, stdin=subprocess.PIPE) as process:
+            frontend.accept_all(2)
+            assert process.stdin is not None
+            process.stdin.close()
+            assert process.wait(10) == 0
+
+    @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+    def test_one_engine(self, frontend, how):
+        with self.run("--handshake", frontend.address, "--index", "5") as process:
+            identity, _ = frontend.accept()
+            assert identity == b"\x05\x00"
+            process.send_signal(how)
+            assert frontend.hear(frontend.output) == [DEAD]
+            assert process.wait(10) == 0
+
+    @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+    def test_ranks(self, frontend, how):
+        args = ("--ranks", "2", "--index", "4", "--vocab-size", "100")
+        with self.run("--handshake", frontend.address, *args) as process:
+            assert set(frontend.accept_all(2)) == {b"\x04\x00", b"\x05\x00"}
+            process.send_signal(how)
+            assert frontend.hear(frontend.output) == [DEAD]
+            assert frontend.hear(frontend.output) == [DEAD]
+            assert process.wait(10) == 0

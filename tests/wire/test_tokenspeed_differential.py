@@ -1,0 +1,215 @@
+"""The decoder's quick way and its plain way agree on every message: one batch, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tests.wire.tokenspeed_vectors import frames, vectors
+from tszmq.codec import HOLE, pack, unpack
+from tszmq.errors import DecodeError
+from tszmq.wire.base import EngineBatch
+from tszmq.wire.tokenspeed_decoder import TokenSpeedDecoder
+from tszmq.wire.tokenspeed_output import read_batch
+
+SEEDS = [frames(vector)[0] for vector in vectors("BatchTokenIDOutSlim")]
+
+
+def outcome(read: Callable[[bytes], EngineBatch], data: bytes) -> Any:
+    """What a reader makes of a message, comparable and with its types."""
+    try:
+        return repr(attrs.asdict(read(data)))
+    except DecodeError:
+        return None
+
+
+def agree(messages: list[bytes]) -> list[Any]:
+    """Both ways on messages in a row, since the quick one remembers."""
+    decoder = TokenSpeedDecoder()
+    outcomes = []
+    for data in messages:
+        plain = outcome(read_batch, data)
+        assert outcome(lambda data: decoder.decode([data]), data) == plain, data.hex()
+        outcomes.append(plain)
+    return outcomes
+
+
+def test_both_read_every_captured_batch() -> None:
+    assert None not in agree(SEEDS)
+    assert None not in agree([seed for seed in SEEDS for _ in range(3)])
+
+
+# -- valid batches ------------------------------------------------------------------------
+
+counts = st.integers(0, 2**32 - 1) | st.sampled_from([0, 1, 0xC2, 0xC3, 0xC2C2, 2**31])
+texts = st.text(max_size=5) | st.sampled_from(["é", "r1", "r2", "\u00c2", "x" * 194])
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> list[Any]:
+    rows = draw(st.sampled_from([0, 1, 2, 3, 15, 16, 17, 194]))
+    one = draw(texts)
+    tokens = [draw(st.lists(counts, max_size=3))] * rows if rows > 3 else [
+        draw(st.lists(counts, max_size=3)) for _ in range(rows)
+    ]  # fmt: skip
+    wanted = draw(st.booleans())
+    values = [
+        "BatchTokenIDOutSlim",
+        [f"{one}{row}" for row in range(rows)],
+        tokens,
+        [draw(st.sampled_from(["", "stop", "é"]))] * rows,
+        *([draw(counts)] * rows for _ in range(3)),
+        [[draw(st.floats())] * len(row) if wanted else [] for row in tokens],
+        [row if wanted else [] for row in tokens],
+        draw(st.integers(0, 2**16)),
+        *(draw(counts) for _ in range(4)),
+        draw(st.none() | texts),
+    ]
+    return values[: draw(st.sampled_from([9, 10, 12, 14, 14, 14, 14, 15]))]
+
+
+@given(batches(), st.integers(1, 3))
+def test_they_agree_on_valid_batches(values: list[Any], times: int) -> None:
+    (*_, last) = agree([pack(values)] * times)
+    assert (last is None) == (len(values) > 9 and values[9] == 2**16)
+
+
+# -- one value replaced -------------------------------------------------------------------
+
+hostile = st.recursive(
+    st.sampled_from([None, True, False, 0, 1, -1, 0xC2, 2**32, 2**64 - 1, 0.0, 1.5, "", "a", b""])
+    | st.binary(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=1), inner),
+    max_leaves=4,
+)
+
+
+@st.composite
+def spoilt(draw: st.DrawFn) -> bytes:
+    """A valid batch with one value, or one item somewhere, replaced."""
+    values = draw(batches() | st.sampled_from(SEEDS).map(unpack))
+    position = draw(st.integers(0, len(values) - 1))
+    column = values[position]
+    if isinstance(column, list) and column and draw(st.booleans()):
+        column = list(column)
+        row = draw(st.integers(0, len(column) - 1))
+        if isinstance(column[row], list) and column[row] and draw(st.booleans()):
+            column[row] = [*column[row][:-1], draw(hostile)]
+        else:
+            column[row] = draw(hostile)
+    elif isinstance(column, list) and column and draw(st.booleans()):
+        column = [*column, column[-1]] if draw(st.booleans()) else column[:-1]
+    else:
+        column = draw(hostile)
+    return pack([*values[:position], column, *values[position + 1 :]])
+
+
+@given(st.lists(spoilt() | st.sampled_from(SEEDS), min_size=1, max_size=3))
+def test_they_agree_on_spoilt_batches(messages: list[bytes]) -> None:
+    agree(messages)
+
+
+# -- bytes replaced, dropped, inserted ----------------------------------------------------
+
+snippets = st.sampled_from(
+    [
+        b"\xc0", b"\xc2", b"\xc3", b"\x90", b"\x90\x90", b"\x91\x90\x91\x90", b"\xdc\x00\x10",
+        b"\xdc\x00\xc2", b"\x9e", b"\x9f", b"\xa0", b"\x80", b"\xcc\xc2", b"\xcd\xc2\xc3",
+        b"\xce\x00\x00\x00\x01", b"\xcf" + bytes(7) + b"\x01", b"\xcb" + bytes(8), b"\xc4\x00",
+        b"\xc4\x10", b"\xdd\xff\xff\xff\xff", b"\xd9\x00", b"\xdd\x00\x00\x00\x10",
+    ]
+) | st.binary(max_size=4)  # fmt: skip
+
+
+@st.composite
+def mangled(draw: st.DrawFn) -> bytes:
+    data = draw(batches().map(pack) | st.sampled_from(SEEDS))
+    for _ in range(draw(st.integers(1, 3))):
+        # Half of the changes go near the end: that is where columns are cut out.
+        start = draw(st.integers(0, len(data)) | st.integers(max(0, len(data) - 90), len(data)))
+        dropped = draw(st.integers(0, 5))
+        data = data[:start] + draw(snippets) + data[start + dropped :]
+    return data
+
+
+@settings(max_examples=300)
+@given(st.lists(mangled() | st.sampled_from(SEEDS), min_size=1, max_size=3))
+def test_they_agree_on_mangled_bytes(messages: list[bytes]) -> None:
+    agree(messages)
+
+
+@given(st.binary(max_size=60) | st.binary(max_size=60).map(lambda tail: SEEDS[0][:21] + tail))
+@example(b"")
+@example(SEEDS[0][:21])
+@example(SEEDS[0][:22])
+@example(SEEDS[0][:21] + b"\xdc")
+@example(SEEDS[0][:21] + b"\xdc\x00\x00")
+def test_they_agree_on_any_bytes(data: bytes) -> None:
+    agree([data, SEEDS[0], data])
+
+
+# -- shapes that a quick way is tempted by ------------------------------------------------
+
+
+def large(**columns: Any) -> list[Any]:
+    values = {
+        "tag": "BatchTokenIDOutSlim",
+        "rids": [f"r{row}" for row in range(16)],
+        "tokens": [[row] for row in range(16)],
+        "reasons": [""] * 16,
+        "prompt": [5] * 16,
+        "completion": [5] * 16,
+        "cached": [0] * 16,
+        "logprobs": [[]] * 16,
+        "logprob_ids": [[]] * 16,
+        "tail": 1,
+    }
+    return [*{**values, **columns}.values(), 2, 3, 4, 5]
+
+
+EMPTY = pack([[]] * 16) * 2
+
+
+def test_the_empty_columns_elsewhere_are_not_cut() -> None:
+    assert None not in agree([pack(large())] * 3)
+    for name in ("cached", "tail", "reasons"):
+        nils: dict[str, Any] = {"logprobs": None, "logprob_ids": None}
+        text: dict[str, Any] = {name: EMPTY}  # as bytes of one value
+        rows: dict[str, Any] = {name: [[]] * 16}
+        for columns in (nils, text, rows, {**nils, **text}, {**nils, **rows}):
+            assert agree([pack(large(**columns))] * 3) == [None] * 3
+    assert agree([pack(large()) + EMPTY, pack(large())[:-4] + EMPTY]) == [None] * 2
+    # Later elements may hold anything, that run included.
+    assert None not in agree([pack([*large(), EMPTY]), pack([*large(), [[]] * 16, [[]] * 16])])
+
+
+def test_nothing_in_a_message_passes_for_a_hole() -> None:
+    hole = unpack(HOLE)  # not known to any engine; even so, only where columns may be cut
+    for name in ("rids", "logprobs", "logprob_ids", "tail"):
+        assert agree([pack(large()), pack(large()), pack(large(**{name: hole}))])[-1] is None
+
+
+def test_a_bool_is_found_among_numbers_that_look_like_it() -> None:
+    looks_like = [0xC2, 0xC3, 0xC2C3, 0xC3C20000, *[7] * 12]
+    for bool_ in (True, False):
+        for name in ("prompt", "completion", "cached"):
+            column = [*looks_like[:-1], bool_]
+            assert agree([pack(large(**{name: column, "rids": ["\u00c2"] * 16}))]) == [None]
+            assert agree([pack(large(**{name: column}))]) == [None]
+        tokens = [[item] for item in looks_like]
+        assert None not in agree([pack(large(tokens=tokens))])
+        assert agree([pack(large(tokens=[*tokens[:-1], [bool_]]))]) == [None]
+        assert agree([pack(large(tail=bool_))]) == [None]
+
+
+def test_wide_integers_are_the_integers_they_are() -> None:
+    canonical = pack(large(cached=[0xC2] * 16))
+    for header, width in ((0xCD, 2), (0xCE, 4), (0xCF, 8), (0xD1, 2), (0xD2, 4), (0xD3, 8)):
+        data = canonical.replace(b"\xcc\xc2", bytes([header]) + (0xC2).to_bytes(width, "big"))
+        assert data != canonical
+        assert agree([data, canonical]) == agree([canonical, data])
+        assert agree([data])[0] is not None

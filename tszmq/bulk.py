@@ -1,0 +1,379 @@
+"""Many requests driven by one thread: the batch calls of the client."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sized
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from tszmq.core.request import ABORTED, Group, Request
+from tszmq.errors import ClientClosed, DeadlineExceeded, ForkedClient, InvalidRequest, TszmqError
+from tszmq.net.control import deadline_end
+from tszmq.net.gate import Gate
+from tszmq.net.mailbox import Add
+from tszmq.net.submit import admit, give_up, withdraw_all
+from tszmq.prepare import check_timeout
+from tszmq.types import SamplingParams
+
+if TYPE_CHECKING:
+    from tszmq.client import Client
+
+__all__ = ["as_completed", "generate_many"]
+
+_PROGRESS_SECONDS = 0.1  # at most this often, while nothing else wakes the thread
+_WINDOW = 1024  # requests in flight of one call, unless the engines run more
+
+
+def generate_many(
+    client: Client,
+    prompts: Iterable[object],
+    params: object,
+    timeout: float | None,
+    max_inflight: int | None,
+    errors: str,
+    progress: object,
+) -> list[Any]:
+    """See ``Client.generate_many``."""
+    batch = _Batch(client, prompts, params, timeout, max_inflight, errors, progress, eager=False)
+    results: list[Any] = []
+    try:
+        for index, outcome in batch.outcomes():
+            if index >= len(results):
+                results.extend([None] * (index + 1 - len(results)))
+            results[index] = outcome
+    finally:
+        batch.abort_rest()
+    return results
+
+
+def as_completed(
+    client: Client,
+    prompts: Iterable[object],
+    params: object,
+    timeout: float | None,
+    max_inflight: int | None,
+    errors: str,
+    progress: object,
+) -> Iterator[tuple[int, Any]]:
+    """See ``Client.as_completed``. Arguments are checked at the call, not at the first next()."""
+    batch = _Batch(client, prompts, params, timeout, max_inflight, errors, progress, eager=True)
+    return _iterate(batch)
+
+
+def _iterate(batch: _Batch) -> Iterator[tuple[int, Any]]:
+    try:
+        yield from batch.outcomes()
+    finally:
+        batch.abort_rest()
+
+
+class _Batch:
+    """One batch call: pulls prompts while there is room, hands out what ended.
+
+    Only the calling thread uses it; the receiver sees its ``Group``.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        prompts: Iterable[object],
+        params: object,
+        timeout: float | None,
+        max_inflight: int | None,
+        errors: str,
+        progress: object,
+        *,
+        eager: bool,
+    ) -> None:
+        if errors not in ("raise", "return"):
+            raise InvalidRequest(f"errors must be 'raise' or 'return', got {errors!r:.80}")
+        if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
+            raise TypeError(f"prompts must be an iterable of prompts, got {type(prompts).__name__}")
+        client._session.check_process()
+        self._session = client._session
+        self._preparer = client._preparer
+        self._timeout = timeout
+        self._deadline = None
+        if timeout is not None:
+            self._deadline = time.monotonic() + check_timeout(timeout, "timeout")
+        self._total = len(prompts) if isinstance(prompts, Sized) else None
+        self._params = _each(params, self._total)
+        self._checks_params = not isinstance(self._params, itertools.repeat)
+        self._window = _window(client, max_inflight)
+        self._meter = _meter(progress)
+        self._prompts = iter(enumerate(prompts))
+        self._return_errors = errors == "return"
+        self._eager = eager
+        self._gate = Gate()
+        self._ticket = _Ticket(self._gate)
+        self._group = Group(self._gate)
+        self._unfinished: dict[int, Request] = {}
+        self._settled: deque[tuple[int, Any]] = deque()  # ended, not handed out
+        self._held: tuple[Request, list[bytes]] | None = None  # prepared, no place yet
+        self._exhausted = False
+        self._pulled = 0
+        self._done = 0
+
+    # -- the loop
+
+    def outcomes(self) -> Iterator[tuple[int, Any]]:
+        """(index, Completion or exception) as they end."""
+        try:
+            while True:
+                self._fill()
+                yield from self._settle()
+                if self._exhausted and not self._unfinished and self._held is None:
+                    return
+                if not self._wait():
+                    self._expire()
+                self._collect()
+        finally:
+            self._report(last=True)
+
+    def _fill(self) -> None:
+        """Send prompts while there is room."""
+        while len(self._unfinished) < self._window:
+            if self._held is None and not self._pull():
+                return
+            if self._held is not None and not self._place(*self._held):
+                return
+
+    def _pull(self) -> bool:
+        """Prepare the next prompt; False when there is none."""
+        if self._exhausted:
+            return False
+        index, prompt = next(self._prompts, (-1, None))
+        if index < 0:
+            self._exhausted = True
+            if self._checks_params and next(self._params, _NO_MORE) is not _NO_MORE:
+                raise InvalidRequest(f"{self._pulled} prompts came, and more sampling_params")
+            return False
+        self._pulled = index + 1
+        try:
+            params = next(self._params, _NO_MORE)
+            if params is _NO_MORE:
+                raise InvalidRequest(f"prompt {index} has no sampling_params: there are no more")
+            self._held = self._preparer.prepare(
+                prompt,
+                params,
+                label=None,
+                rank=None,
+                priority=None,
+                gate=self._gate,
+                chunks=self._deadline is not None,
+                group=self._group,
+                position=index,
+            )
+        except (TszmqError, TypeError) as error:
+            self._fail(index, error)
+        return True
+
+    def _place(self, request: Request, frames: list[bytes]) -> bool:
+        """Send the prepared request; False when the client has no place for it now."""
+        # Listed first: whatever interrupts the next lines, the request is aborted.
+        self._unfinished[request.position] = request
+        try:
+            placed = admit(self._session, request, None, self._ticket)
+        except TszmqError as error:
+            placed = True
+            self._fail(request.position, error)
+        else:
+            if placed:
+                self._session.shared.mailbox.post(Add(request, frames))
+        if placed:
+            self._held = None
+        if request.engine_index < 0:
+            del self._unfinished[request.position]
+        return placed
+
+    def _fail(self, index: int, error: Exception) -> None:
+        """A prompt that was never sent. After a close, so are all that follow."""
+        self._settled.append((index, error))
+        if isinstance(error, (ClientClosed, ForkedClient)):
+            self._give_up_rest(partial(_again, error))
+
+    def _give_up_rest(self, error: Callable[[], Exception]) -> None:
+        """No more prompts are pulled; where their number is known, each gets an error."""
+        self._exhausted = True
+        if self._held is not None:
+            self._settled.append((self._held[0].position, error()))
+            self._held = None
+        for index in range(self._pulled, self._total or 0):
+            self._settled.append((index, error()))
+
+    def _wait(self) -> bool:
+        """Wait until enough has ended; False when the batch's time is over."""
+        while True:
+            self._group.wake_at = self._worth_waking()
+            limit = self._deadline
+            if self._meter is not None:
+                limit = min(limit or math.inf, time.monotonic() + _PROGRESS_SECONDS)
+            if self._gate.wait(self._has_news, limit):
+                return True
+            self._report()
+            if self._deadline is not None and time.monotonic() >= self._deadline:
+                return False
+
+    def _worth_waking(self) -> int:
+        """A wake costs more than a finish: take several at once where nobody waits for one."""
+        if self._eager:
+            return 1
+        if self._exhausted and self._held is None:
+            return len(self._unfinished)
+        return max(1, min(self._window // 64, len(self._unfinished)))
+
+    def _has_news(self) -> bool:
+        return self._ticket.woken or self._group.is_worth_waking()
+
+    def _collect(self) -> None:
+        """Take what has ended."""
+        self._ticket.woken = False
+        group = self._group
+        group.failed = False  # before looking: what ends from here on sets it again
+        while group.finished:
+            request = group.finished.popleft()
+            if self._unfinished.pop(request.position, None) is None:
+                continue
+            try:
+                self._settled.append((request.position, request.result()))
+            except TszmqError as error:
+                self._settled.append((request.position, error))
+                if isinstance(error, ClientClosed):
+                    self._give_up_rest(partial(_again, error))
+
+    def _expire(self) -> None:
+        timeout = self._timeout
+        assert timeout is not None
+        withdraw_all(self._session, list(self._unfinished.values()), deadline_end(timeout))
+        text = f"the batch's timeout of {timeout} s passed before this prompt was sent"
+        self._give_up_rest(lambda: DeadlineExceeded(text))
+
+    def _settle(self) -> Iterator[tuple[int, Any]]:
+        """Hand out what has ended, or raise the first error."""
+        while self._settled:
+            index, outcome = self._settled.popleft()
+            self._done += 1
+            if isinstance(outcome, Exception) and not self._return_errors:
+                raise outcome
+            yield index, outcome
+        self._report()
+
+    def abort_rest(self) -> None:
+        """Whatever happened: nothing of this call stays unfinished, and no place is queued for."""
+        give_up(self._session, self._ticket)
+        withdraw_all(self._session, list(self._unfinished.values()), ABORTED)
+        self._unfinished.clear()
+
+    def _report(self, *, last: bool = False) -> None:
+        if self._meter is not None:
+            done = self._done + len(self._settled) + len(self._group.finished)
+            self._meter(done, self._total, last)
+
+
+def _again(error: Exception) -> Exception:
+    """The same error as an object of its own."""
+    return type(error)(*error.args)
+
+
+class _Ticket:
+    """A place in the client's queue; its turn wakes the batch's thread."""
+
+    __slots__ = ("_gate", "woken")
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+        self.woken = False
+
+    def wake(self) -> None:
+        self.woken = True
+        self._gate.wake()
+
+
+def _each(params: object, total: int | None) -> Iterator[SamplingParams | None]:
+    """The parameters of each prompt, in their order.
+
+    Where the number of prompts is known they are all checked now; else they are pulled beside
+    the prompts.
+    """
+    if params is None or isinstance(params, SamplingParams):
+        return itertools.repeat(params)
+    if isinstance(params, (str, bytes)) or not isinstance(params, Iterable):
+        raise TypeError(
+            "sampling_params must be SamplingParams, or an iterable with one for each prompt; "
+            f"got {type(params).__name__}"
+        )
+    if total is None:
+        return iter(params)
+    given = list(params)
+    for index, each in enumerate(given):
+        if each is not None and not isinstance(each, SamplingParams):
+            raise TypeError(
+                f"sampling_params[{index}] must be SamplingParams, got {type(each).__name__}"
+            )
+    if len(given) != total:
+        raise InvalidRequest(f"there are {total} prompts and {len(given)} sampling_params")
+    return iter(given)
+
+
+_NO_MORE: Any = object()
+
+
+def _window(client: Client, max_inflight: object) -> int:
+    """How many requests the call keeps in flight."""
+    if max_inflight is not None:
+        if isinstance(max_inflight, bool) or not isinstance(max_inflight, int):
+            raise TypeError(f"max_inflight must be an int or None, got {max_inflight!r}")
+        if max_inflight < 1:
+            raise InvalidRequest(f"max_inflight must be at least 1, got {max_inflight}")
+        return max_inflight
+    # Twice what the engines run, so that their queues never run dry.
+    running = sum(info.max_num_seqs for info in client.engines if info.alive)
+    return max(_WINDOW, 2 * running)
+
+
+_Meter = Callable[[int, "int | None", bool], None]
+
+
+def _meter(progress: object) -> _Meter | None:
+    """What shows the progress; told (done, total, whether that was the last)."""
+    if progress is False or progress is None:
+        return None
+    if progress is True:
+        return _Line()
+    if not callable(progress):
+        raise TypeError(f"progress must be True, False or a callable, got {progress!r:.80}")
+    return _Callback(progress)
+
+
+class _Callback:
+    """Calls the caller's function when the number has changed, and for the last."""
+
+    def __init__(self, function: Callable[[int, int | None], object]) -> None:
+        self._function = function
+        self._shown = -1
+
+    def __call__(self, done: int, total: int | None, last: bool) -> None:
+        if done != self._shown:
+            self._shown = done
+            self._function(done, total)
+
+
+class _Line:
+    """One line on standard error, rewritten at most ten times a second."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+
+    def __call__(self, done: int, total: int | None, last: bool) -> None:
+        now = time.monotonic()
+        if now < self._next and not last:
+            return
+        self._next = now + _PROGRESS_SECONDS
+        of = "" if total is None else f"/{total}"
+        sys.stderr.write(f"\r{done}{of} done" + ("\n" if last else ""))
+        sys.stderr.flush()

@@ -1,0 +1,333 @@
+"""The command line: ``tszmq generate``, ``probe``, ``sim`` and ``bench``.
+
+Exit codes: 0 when all went well, 1 when something failed, 2 for wrong usage, 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, TextIO
+
+import attrs
+
+from tszmq import __version__
+from tszmq.batch import Batch
+from tszmq.client import Client
+from tszmq.errors import TszmqError
+from tszmq.jsonl import LineSource
+from tszmq.types import Completion, EngineInfo, SamplingParams
+
+__all__ = ["main"]
+
+DEFAULT_ENDPOINT = "tcp://127.0.0.1:30500"
+PROGRESS_INTERVAL = 0.1
+"""Seconds between two counts on a terminal."""
+
+
+class UsageError(Exception):
+    """The command cannot be carried out as it was given."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: The arguments after the program's name; the process's own by default.
+
+    Returns:
+        The exit code. Wrong arguments and ``--help`` raise ``SystemExit``, as in argparse.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if words[:1] == ["sim"]:  # it has a parser of its own
+            from tszmq.sim.__main__ import main as run_sim
+
+            return run_sim(words[1:], prog="tszmq sim")
+        args = build_parser().parse_args(words)
+        code: int = args.run(args)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        return 130
+    except BrokenPipeError:
+        _drop_standard_output()
+        return 1
+    except UsageError as error:
+        _complain(str(error))
+        return 2
+    except Exception as error:  # whatever it is: a line for people, not a traceback
+        known = isinstance(error, (TszmqError, OSError))
+        _complain(str(error) if known else f"{type(error).__name__}: {error}")
+        return 1
+
+
+def _complain(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f"tszmq: {' '.join(text.split())}", file=sys.stderr)
+
+
+def _drop_standard_output() -> None:
+    """Nobody reads it any more; without this the interpreter's last flush complains again."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+# --- arguments -------------------------------------------------------------------------------
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text!r}")
+    return seconds
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser; its result has ``run``, the function that carries the command out."""
+    parser = argparse.ArgumentParser(prog="tszmq", description="Client for LLM engines over ZMQ.")
+    parser.add_argument("--version", action="version", version=f"tszmq {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_generate(commands.add_parser("generate", help="answer the requests of a JSONL file"))
+    _add_probe(commands.add_parser("probe", help="show the engines that dial in, and try each"))
+    commands.add_parser("sim", add_help=False, help="run simulator engines")
+    _add_bench(commands.add_parser("bench", help="measure throughput over simulator engines"))
+    return parser
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    _add_connection(parser)
+    parser.add_argument("input", nargs="?", default="-", metavar="INPUT.jsonl")
+    parser.add_argument("-o", "--output", default="-", metavar="OUT.jsonl")
+    parser.add_argument(
+        "--max-tokens", type=_count, metavar="N", help="for lines without their own"
+    )
+    parser.add_argument("--max-inflight", type=_count, default=256, metavar="N")
+    parser.add_argument("--timeout", type=_seconds, metavar="SECONDS", help="of the whole input")
+    parser.set_defaults(run=_generate)
+
+
+def _add_probe(parser: argparse.ArgumentParser) -> None:
+    _add_connection(parser)
+    parser.add_argument("--timeout", type=_seconds, default=10.0, help="of each engine's answer")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_probe)
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--engines", type=_count, default=1, metavar="N")
+    parser.add_argument("--protocol", choices=("tokenspeed", "vllm"), default="tokenspeed")
+    parser.add_argument("--requests", type=_count, default=1024, metavar="N")
+    parser.add_argument("--prompt-tokens", type=_count, default=128, metavar="N")
+    parser.add_argument("--max-tokens", type=_count, default=64, metavar="N")
+    parser.add_argument("--max-inflight", type=_count, default=256, metavar="N")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_bench)
+
+
+def _add_connection(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--endpoint", metavar="ADDR", help=f"handshake; {DEFAULT_ENDPOINT}")
+    where.add_argument("--embedded", type=_count, metavar="N", help="simulator engines of our own")
+    parser.add_argument("--engines", type=_count, metavar="N", help="engines to wait for; 1")
+    parser.add_argument("--protocol", choices=("tokenspeed", "vllm"), default="tokenspeed")
+    parser.add_argument("--connect-timeout", type=_seconds, default=600.0, metavar="SECONDS")
+    parser.add_argument("--allow-remote", action="store_true", help="bind beyond loopback")
+
+
+def _connect(args: argparse.Namespace) -> Client:
+    if args.embedded:
+        if args.engines:
+            raise UsageError("--embedded says how many engines there are: leave out --engines")
+        return Client.embedded(args.embedded, protocol=args.protocol)
+    return Client(
+        args.endpoint or DEFAULT_ENDPOINT,
+        engine_count=args.engines or 1,
+        protocol=args.protocol,
+        connect_timeout=args.connect_timeout,
+        allow_remote=args.allow_remote,
+    )
+
+
+# --- generate --------------------------------------------------------------------------------
+
+
+def _generate(args: argparse.Namespace) -> int:
+    with ExitStack() as files:
+        lines = LineSource(_open_input(args.input, files))
+        output = _open_output(args, files)
+        with _connect(args) as client:
+            progress = Progress(sys.stderr)
+            batch = Batch(
+                lines,
+                output,
+                max_tokens=args.max_tokens,
+                max_inflight=args.max_inflight,
+                timeout=args.timeout,
+                progress=progress.show,
+            )
+            try:
+                batch.run(client)
+            finally:
+                progress.end()
+    if batch.failed:
+        _complain(f"{batch.failed} of {batch.done} requests failed")
+    return 1 if batch.failed else 0
+
+
+def _open_input(path: str, files: ExitStack) -> int:
+    if path == "-":
+        if sys.stdin is None:
+            raise UsageError("standard input is closed: name an input file")
+        return sys.stdin.fileno()
+    try:
+        return files.enter_context(open(path, "rb", buffering=0)).fileno()
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _open_output(args: argparse.Namespace, files: ExitStack) -> TextIO:
+    if args.output == "-":
+        return sys.stdout
+    try:
+        if _same_file(args.input, args.output):
+            raise UsageError(f"{args.output} is the input: name another output file")
+        return files.enter_context(open(args.output, "w", encoding="ascii"))
+    except OSError as error:
+        raise UsageError(f"cannot write {args.output}: {error.strerror}") from None
+
+
+def _same_file(first: str, second: str) -> bool:
+    return os.path.exists(first) and os.path.exists(second) and os.path.samefile(first, second)
+
+
+class Progress:
+    """Counts on a terminal, on one line that is written over; nothing elsewhere."""
+
+    def __init__(self, terminal: TextIO) -> None:
+        self._terminal = terminal if terminal.isatty() else None
+        self._started = self._shown = time.monotonic()
+        self._text = ""
+
+    def show(self, done: int, failed: int) -> None:
+        now = time.monotonic()
+        self._text = (
+            f"\r{done} done, {failed} failed, {done / max(now - self._started, 1e-9):.1f}/s"
+        )
+        if self._terminal and now - self._shown >= PROGRESS_INTERVAL:
+            self._shown = now
+            print(self._text, end="", file=self._terminal, flush=True)
+
+    def end(self) -> None:
+        """Leave the last counts on a line of their own."""
+        if self._terminal and self._text:
+            print(self._text, file=self._terminal, flush=True)
+
+
+# --- probe -----------------------------------------------------------------------------------
+
+
+def _probe(args: argparse.Namespace) -> int:
+    with _connect(args) as client:
+        rows = [_probe_engine(client, engine, args.timeout) for engine in client.engines]
+    if args.json:
+        print(json.dumps({"engines": rows}, default=str, indent=2))
+    else:
+        for row in rows:
+            print(_probe_text(row))
+    return 1 if any(row["error"] for row in rows) else 0
+
+
+def _probe_engine(client: Client, engine: EngineInfo, timeout: float) -> dict[str, Any]:
+    """What an engine registered, and how long one token took it."""
+    row = attrs.asdict(engine, recurse=False)
+    row.update(latency_seconds=None, error=None)
+    started = time.perf_counter()
+    try:
+        client.generate(
+            [1],
+            SamplingParams(max_tokens=1),
+            data_parallel_rank=engine.engine_index,
+            timeout=timeout,
+        )
+        row["latency_seconds"] = time.perf_counter() - started
+    except TszmqError as error:
+        row["error"] = f"{type(error).__name__}: {error}"
+    return row
+
+
+def _probe_text(row: dict[str, Any]) -> str:
+    answer = (
+        f"no answer: {row['error']}"
+        if row["error"]
+        else f"answered in {row['latency_seconds'] * 1000:.1f} ms"
+    )
+    return (
+        f"engine {row['engine_index']}: {row['instance_id'] or 'unnamed'} {row['engine_version']}, "
+        f"{row['dtype']}, {row['max_model_len']} tokens, "
+        f"{row['num_gpu_blocks']} blocks of {row['block_size']}; {answer}"
+    )
+
+
+# --- bench -----------------------------------------------------------------------------------
+
+
+def _bench(args: argparse.Namespace) -> int:
+    params = SamplingParams(max_tokens=args.max_tokens, ignore_eos=True)
+    prompt = list(range(1, args.prompt_tokens + 1))
+    with Client.embedded(args.engines, protocol=args.protocol) as client:
+        client.generate(prompt, params)  # the first request pays for imports and connections
+        started = time.perf_counter()
+        results = client.generate_many(
+            itertools.repeat(prompt, args.requests), params, max_inflight=args.max_inflight
+        )
+        seconds = time.perf_counter() - started
+    _print_figures(_figures(args, results, seconds), args.json)
+    return 0
+
+
+def _figures(
+    args: argparse.Namespace, results: Sequence[Completion], seconds: float
+) -> dict[str, float]:
+    first = sorted(result.first_token for result in results if result.first_token is not None)
+    tokens = sum(len(result.token_ids) for result in results)
+    figures = {"engines": args.engines, "requests": len(results), "tokens": tokens}
+    return {
+        **figures,
+        "seconds": round(seconds, 4),
+        "tokens_per_second": round(tokens / seconds, 1),
+        "requests_per_second": round(len(results) / seconds, 1),
+        "ttft_p50_ms": round(1000 * _quantile(first, 0.5), 3),
+        "ttft_p99_ms": round(1000 * _quantile(first, 0.99), 3),
+    }
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    """The smallest value that ``share`` of all are not above (nearest rank)."""
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
+
+
+def _print_figures(figures: dict[str, float], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(figures))
+        return
+    for name, value in figures.items():
+        print(f"{name:20} {value:>14,}")

@@ -1,0 +1,523 @@
+"""The client: ``Client(endpoints).generate(...)`` from any thread."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, NoReturn
+
+from tszmq import bulk
+from tszmq.core.flights import Flights
+from tszmq.core.policy import Policy
+from tszmq.core.request import ABORTED, Request
+from tszmq.errors import ConnectError, HandshakeTimeout, InvalidRank, InvalidRequest
+from tszmq.net.addresses import check_endpoints
+from tszmq.net.control import Settings, deadline_end
+from tszmq.net.gate import Gate
+from tszmq.net.session import Session
+from tszmq.net.submit import expire_at, submit, withdraw
+from tszmq.ownership import Mutex
+from tszmq.prepare import Preparer, check_timeout
+from tszmq.stream import RequestStream
+from tszmq.types import (
+    Completion,
+    Endpoints,
+    EngineHealth,
+    EngineInfo,
+    EngineLoad,
+    SamplingParams,
+)
+from tszmq.wire import find_protocol
+
+__all__ = ["BoundClient", "Client"]
+
+_log = logging.getLogger("tszmq")
+_PROGRESS_SECONDS = 10.0  # between two lines about who is still missing
+_CLOSE_SECONDS = 10.0
+
+Prompts = Iterable[object]
+Params = SamplingParams | Iterable[SamplingParams | None] | None
+Progress = bool | Callable[[int, int | None], object]
+
+
+class BoundClient:
+    """Addresses that are bound, engines that have not come yet; made by ``Client.bind``.
+
+    Any thread may call any method.
+    """
+
+    def __init__(self, session: Session, connect_timeout: float) -> None:
+        self._session = session
+        self._connect_timeout = connect_timeout
+
+    @property
+    def endpoints(self) -> Endpoints:
+        """The addresses actually bound."""
+        return self._session.endpoints
+
+    def connect(self, timeout: float | None = None) -> Client:
+        """Wait until every engine has registered.
+
+        Args:
+            timeout: Seconds; None for the client's ``connect_timeout``.
+
+        Raises:
+            HandshakeTimeout: With the stage and the engines missing; everything is released.
+            ConnectError: An engine says that it failed to start; everything is released.
+            ClientClosed: Closed meanwhile by another thread.
+        """
+        self._wait(timeout)
+        return Client._connected(self._session)
+
+    def _wait(self, timeout: float | None) -> None:
+        session = self._session
+        session.check_process()
+        limit = self._connect_timeout if timeout is None else check_timeout(timeout, "timeout")
+        try:
+            _wait_for_engines(session, limit)
+        except BaseException:
+            session.close(_CLOSE_SECONDS)
+            raise
+
+    def close(self, timeout: float = _CLOSE_SECONDS) -> None:
+        """Free the addresses; a ``connect`` that waits elsewhere raises ClientClosed."""
+        self._session.close(timeout)
+
+    def __enter__(self) -> BoundClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._session.claimed:
+            self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a BoundClient cannot be copied or pickled: it owns sockets and threads")
+
+
+def _wait_for_engines(session: Session, timeout: float) -> None:
+    shared = session.shared
+    deadline = time.monotonic() + timeout
+    started = time.monotonic()
+
+    def settled() -> bool:
+        muster = shared.muster
+        return muster.missing == 0 or muster.failed is not None or session.is_closed()
+
+    while not settled():
+        shared.arrivals.wait(settled, min(deadline, time.monotonic() + _PROGRESS_SECONDS))
+        if settled():
+            break
+        muster = shared.muster
+        if time.monotonic() >= deadline:
+            raise HandshakeTimeout(
+                f"after {timeout} s at {session.endpoints.handshake}: {muster.text}"
+            )
+        _log.info(
+            "tszmq: waiting at %s for %.0f s: %s",
+            session.endpoints.handshake,
+            time.monotonic() - started,
+            muster.text,
+        )
+    session.raise_if_closed()
+    if shared.muster.missing and shared.muster.failed is not None:
+        raise ConnectError(f"{shared.muster.failed}; {shared.muster.text}")
+
+
+class Client:
+    """A client of engines that dial in: binds, waits for them, and serves any thread.
+
+    Args:
+        endpoints: The handshake address, such as ``"tcp://127.0.0.1:30500"`` or
+            ``"ipc:///run/ts/handshake.sock"``, or ``Endpoints``.
+        engine_count: How many engines will dial in.
+        protocol: ``"tokenspeed"`` or ``"vllm"``.
+        connect_timeout: Seconds to wait for them.
+        max_inflight: Bound on unfinished requests; at the bound calls wait. None: no bound.
+        silence_timeout: Seconds after which an engine that holds requests and sends nothing
+            counts as dead. None: never.
+        silence_warning: Seconds after which it is logged. None: never.
+        send_timeout: Seconds after which an engine that reads nothing of what is sent to it
+            counts as dead.
+        max_message_bytes: What no frame of an engine may exceed.
+        allow_remote: Bind tcp to other than loopback. The wire has no authentication.
+        policy: How engines are chosen; see ``tszmq.core.policy``.
+        parallel_config: For the engines' INIT (vLLM lockstep groups of separate launchers).
+
+    Raises:
+        HandshakeTimeout: Not every engine came in time; everything is released.
+        ConnectError: An address cannot be bound, or an engine failed to start.
+        InvalidRequest, TypeError: An argument cannot be served.
+    """
+
+    fleet: Any = None
+    """The simulator engines of ``Client.embedded``; None otherwise."""
+
+    def __init__(
+        self,
+        endpoints: str | Endpoints,
+        *,
+        engine_count: int = 1,
+        protocol: str = "tokenspeed",
+        connect_timeout: float = 600.0,
+        max_inflight: int | None = None,
+        silence_timeout: float | None = None,
+        silence_warning: float | None = 60.0,
+        send_timeout: float = 10.0,
+        max_message_bytes: int = 64 << 20,
+        allow_remote: bool = False,
+        policy: Policy | None = None,
+        parallel_config: Mapping[str, Any] | None = None,
+    ) -> None:
+        bound = Client.bind(
+            endpoints,
+            engine_count=engine_count,
+            protocol=protocol,
+            connect_timeout=connect_timeout,
+            max_inflight=max_inflight,
+            silence_timeout=silence_timeout,
+            silence_warning=silence_warning,
+            send_timeout=send_timeout,
+            max_message_bytes=max_message_bytes,
+            allow_remote=allow_remote,
+            policy=policy,
+            parallel_config=parallel_config,
+        )
+        bound._wait(None)
+        self._adopt(bound._session)
+
+    def _adopt(self, session: Session) -> None:
+        self._session = session
+        session.claimed = True
+        self._preparer = Preparer(session.ids, session.shared)
+
+    @classmethod
+    def _connected(cls, session: Session) -> Client:
+        client = cls.__new__(cls)
+        client._adopt(session)
+        return client
+
+    @classmethod
+    def bind(
+        cls,
+        endpoints: str | Endpoints,
+        *,
+        engine_count: int = 1,
+        protocol: str = "tokenspeed",
+        connect_timeout: float = 600.0,
+        max_inflight: int | None = None,
+        silence_timeout: float | None = None,
+        silence_warning: float | None = 60.0,
+        send_timeout: float = 10.0,
+        max_message_bytes: int = 64 << 20,
+        allow_remote: bool = False,
+        policy: Policy | None = None,
+        parallel_config: Mapping[str, Any] | None = None,
+        _on_closed: Sequence[Callable[[], object]] = (),
+    ) -> BoundClient:
+        """Bind the addresses and return at once; arguments and errors as ``Client``.
+
+        For callers who start the engines themselves: give them ``bound.endpoints.handshake``,
+        then call ``bound.connect()``.
+        """
+        checked = check_endpoints(endpoints, allow_remote)
+        _check_count(engine_count, "engine_count", 65536)
+        if max_inflight is not None:
+            _check_count(max_inflight, "max_inflight", None)
+        _check_count(max_message_bytes, "max_message_bytes", None)
+        settings = Settings(
+            silence_timeout=_check_limit(silence_timeout, "silence_timeout"),
+            silence_warning=_check_limit(silence_warning, "silence_warning"),
+            send_timeout=_check_limit(send_timeout, "send_timeout") or 10.0,
+            parallel_config=dict(parallel_config or {}),
+        )
+        check_timeout(connect_timeout, "connect_timeout")
+        session = Session(
+            checked,
+            find_protocol(protocol),
+            engine_count,
+            settings,
+            policy=policy,
+            max_inflight=max_inflight,
+            max_message_bytes=max_message_bytes,
+            on_closed=list(_on_closed),
+        )
+        return BoundClient(session, connect_timeout)
+
+    @classmethod
+    def embedded(cls, engine_count: int = 1, **options: Any) -> Client:
+        """A client connected to simulator engines in child processes of its own.
+
+        Args:
+            engine_count: How many.
+            options: Those of ``Client``, and those of ``tszmq.sim.Fleet`` (``step_ms``,
+                ``max_num_seqs``, ``kv_pages``, ...). The children end with the client.
+        """
+        from tszmq.embedded import start_embedded
+
+        return start_embedded(cls, engine_count, options)
+
+    # -- requests
+
+    def generate(
+        self,
+        ids: object,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        data_parallel_rank: int | None = None,
+        timeout: float | None = None,
+        priority: int | None = None,
+    ) -> Completion:
+        """Generate the whole completion of one prompt; blocks. Any thread.
+
+        Args:
+            ids: The prompt's token ids: a sequence or array-like of ints.
+            sampling_params: How to sample; None for the defaults.
+            request_id: A label of the caller's, repeated on the result; needs not be unique.
+            data_parallel_rank: Pin to the engine with that index.
+            timeout: Seconds of wall time in total.
+            priority: Scheduling priority, where the protocol has one.
+
+        Raises:
+            InvalidRequest, TypeError: Nothing was sent.
+            DeadlineExceeded: With ``partial``; the request was aborted.
+            QueueFull, EngineDead, RequestRejected, TokensLost, ClientClosed, ForkedClient.
+        """
+        deadline = _deadline(timeout, time.monotonic())
+        session, gate = self._session, Gate()
+        session.check_process()
+        # Chunks nobody reads are not asked for, but what a deadline cuts off is.
+        request, frames = self._preparer.prepare(
+            ids,
+            sampling_params,
+            label=request_id,
+            rank=data_parallel_rank,
+            priority=priority,
+            gate=gate,
+            chunks=timeout is not None,
+        )
+        try:
+            submit(session, request, frames, data_parallel_rank, deadline)
+            if not gate.wait(lambda: request.end is not None, deadline):
+                assert timeout is not None
+                withdraw(session, request, deadline_end(timeout))
+        except BaseException:
+            withdraw(session, request, ABORTED)
+            raise
+        return request.result()
+
+    def stream(
+        self,
+        ids: object,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        data_parallel_rank: int | None = None,
+        timeout: float | None = None,
+        priority: int | None = None,
+    ) -> RequestStream:
+        """Submit a prompt and return an iterator of its ``TokenChunk``. Any thread.
+
+        Arguments and errors as ``generate``. Use it in a ``with`` block, which aborts what is
+        unfinished when it is left.
+        """
+        deadline = _deadline(timeout, time.monotonic())
+        session, gate = self._session, Gate()
+        session.check_process()
+        request, frames = self._preparer.prepare(
+            ids,
+            sampling_params,
+            label=request_id,
+            rank=data_parallel_rank,
+            priority=priority,
+            gate=gate,
+            chunks=True,
+            streaming=True,
+        )
+        try:
+            submit(session, request, frames, data_parallel_rank, deadline)
+            if deadline is not None and timeout is not None:
+                expire_at(session, request, deadline, timeout)
+            return RequestStream(session, request, gate)
+        except BaseException:
+            withdraw(session, request, ABORTED)
+            raise
+
+    def generate_many(
+        self,
+        prompts: Prompts,
+        sampling_params: Params = None,
+        *,
+        timeout: float | None = None,
+        max_inflight: int | None = None,
+        errors: Literal["raise", "return"] = "raise",
+        progress: Progress = False,
+    ) -> list[Any]:
+        """Generate completions of many prompts from this one thread, in the prompts' order.
+
+        Args:
+            prompts: Any iterable of prompts; pulled as places become free.
+            sampling_params: One for all, or one each.
+            timeout: Seconds for the whole batch.
+            max_inflight: Unfinished requests of this call at once; None: enough to keep the
+                engines busy.
+            errors: ``"raise"``: the first error is raised and the rest aborted. ``"return"``: a
+                failed prompt's place holds its exception.
+            progress: True for a line on standard error, or a callable ``(done, total or None)``,
+                called in this thread under no lock; calls are coalesced, the last says all.
+
+        Raises:
+            As ``generate``, with ``errors="raise"``.
+        """
+        return bulk.generate_many(
+            self, prompts, sampling_params, timeout, max_inflight, errors, progress
+        )
+
+    def as_completed(
+        self,
+        prompts: Prompts,
+        sampling_params: Params = None,
+        *,
+        timeout: float | None = None,
+        max_inflight: int | None = None,
+        errors: Literal["raise", "return"] = "raise",
+        progress: Progress = False,
+    ) -> Iterator[tuple[int, Any]]:
+        """As ``generate_many``, but yields ``(index, Completion)`` as they finish.
+
+        Closing the iterator, or dropping it, aborts what is unfinished.
+        """
+        return bulk.as_completed(
+            self, prompts, sampling_params, timeout, max_inflight, errors, progress
+        )
+
+    def abort(self, request_id: str) -> None:
+        """Abort every unfinished request with that label. Any thread; does not wait."""
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a str, got {type(request_id).__name__}")
+        self._abort_where(lambda request: request.label == request_id)
+
+    def abort_all(self) -> None:
+        """Abort every unfinished request. Any thread; does not wait."""
+        self._abort_where(lambda _: True)
+
+    def _abort_where(self, chosen: Callable[[Request], bool]) -> None:
+        self._session.check_process()
+        with self._session.shared.state as flights:
+            requests = [request for request in flights.requests.values() if chosen(request)]
+        for request in requests:
+            withdraw(self._session, request, ABORTED)
+
+    # -- engines
+
+    @property
+    def endpoints(self) -> Endpoints:
+        """The addresses actually bound."""
+        return self._session.endpoints
+
+    @property
+    def engines(self) -> tuple[EngineInfo, ...]:
+        """Every engine with its registration, by index."""
+        self._session.check_process()
+        with self._session.shared.state as flights:
+            return tuple(flights.engines[index].info for index in sorted(flights.engines))
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the client is open and at least one engine alive."""
+        self._session.check_process()
+        with self._session.shared.state as flights:
+            return flights.closed is None and bool(flights.routing.alive_indices())
+
+    def health(self) -> dict[int, EngineHealth]:
+        """How each engine is doing, by index; no engine is asked."""
+        self._session.check_process()
+        with self._session.shared.state as flights:
+            return flights.health(time.monotonic())
+
+    def load(self, engine_index: int) -> EngineLoad | None:
+        """The stored load report of an engine, or None when it made none.
+
+        Raises:
+            InvalidRank: No engine has that index.
+        """
+        with self._state_of(engine_index) as flights:
+            return flights.routing.load(engine_index)
+
+    def inflight(self, engine_index: int) -> int:
+        """Our unfinished requests at an engine.
+
+        Raises:
+            InvalidRank: No engine has that index.
+        """
+        with self._state_of(engine_index) as flights:
+            return flights.routing.inflight(engine_index)
+
+    def _state_of(self, engine_index: int) -> Mutex[Flights]:
+        self._session.check_process()
+        if isinstance(engine_index, bool) or not isinstance(engine_index, int):
+            raise TypeError(f"engine_index must be an int, got {engine_index!r}")
+        state = self._session.shared.state
+        with state as flights:
+            indices = sorted(flights.engines)
+        if engine_index not in indices:
+            raise InvalidRank(
+                f"no engine has the index {engine_index}; there are "
+                f"{', '.join(map(str, indices)) or 'none'}"
+            )
+        return state
+
+    # -- the end
+
+    def close(self, timeout: float = _CLOSE_SECONDS) -> None:
+        """Abort what is unfinished, wake every waiter, free the addresses.
+
+        Any thread, any number of times. A call that waits elsewhere raises ClientClosed.
+
+        Args:
+            timeout: Seconds to wait for the threads; they go on ending after that.
+        """
+        self._session.close(timeout)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<tszmq.Client at {self._session.endpoints.handshake}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Client cannot be copied or pickled: it owns sockets and threads. Send its "
+            "arguments to the other process, and make a client there"
+        )
+
+
+def _deadline(timeout: float | None, now: float) -> float | None:
+    return None if timeout is None else now + check_timeout(timeout, "timeout")
+
+
+def _check_count(value: object, what: str, most: int | None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{what} must be an int, got {value!r}")
+    if value < 1 or (most is not None and value > most):
+        limit = "at least 1" if most is None else f"in [1, {most}]"
+        raise InvalidRequest(f"{what} must be {limit}, got {value}")
+
+
+def _check_limit(value: float | None, what: str) -> float | None:
+    if value is None:
+        return None
+    if check_timeout(value, what) == 0 or math.isinf(value):
+        raise InvalidRequest(f"{what} must be positive and finite, or None; got {value}")
+    return value

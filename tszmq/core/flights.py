@@ -1,0 +1,463 @@
+"""Every unfinished request of a client, and where each is: the state behind the one lock.
+
+``Flights`` joins the requests (id to what arrived) with ``RoutingState`` (load and ids per
+engine), because they change together: a batch's tokens, its load and the places that it frees
+are one step, and a request that has ended is in neither. It has no thread, socket or clock:
+it is told the time, and returns whom to wake once the lock is released.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from operator import length_hint
+from typing import TypeVar
+
+import attrs
+
+from tszmq.core.ids import WireIds
+from tszmq.core.policy import Policy
+from tszmq.core.request import End, Request, Wakeable
+from tszmq.core.routing import RoutingState
+from tszmq.errors import (
+    DecodeError,
+    EnginePaused,
+    RequestRejected,
+    TokensLost,
+    TszmqError,
+)
+from tszmq.types import Completion, EngineHealth, EngineInfo
+from tszmq.wire.base import RUNNING, EngineBatch, RowDetail
+
+__all__ = ["Applied", "EngineRecord", "Flights"]
+
+_extend = array.fromlist
+_T = TypeVar("_T")
+
+
+@attrs.define(eq=False)
+class EngineRecord:
+    """What is known of an engine beside its routing.
+
+    Attributes:
+        info: Its registration.
+        epoch: Counts registrations: tells an engine from its predecessor of the same index.
+        born: The lowest wire id that this incarnation can have been sent.
+        last_output: When its last readable message came (monotonic seconds).
+        busy_since: When it last went from nothing in flight to something.
+        first_error: What went wrong with it first.
+        dropped: It is dead and holds nothing any more.
+    """
+
+    info: EngineInfo
+    epoch: int
+    born: str
+    last_output: float
+    busy_since: float
+    first_error: str | None = None
+    dropped: bool = False
+
+
+@attrs.frozen(eq=False)
+class Applied:
+    """What is to be done once the lock is released.
+
+    Attributes:
+        wakes: Whom to wake.
+        owed: Requests that ended here while their engine may still generate: abort them.
+        source: The engine it came from, or None for a batch that is none of ours.
+    """
+
+    wakes: list[Wakeable]
+    owed: list[Request]
+    source: int | None
+
+
+class Flights:
+    """Requests, load and in-flight places of one client.
+
+    Args:
+        ids: Makes the wire ids, and knows them again.
+        policy: How engines are chosen; None for the default.
+        max_inflight: Bound on unfinished requests, or None.
+    """
+
+    def __init__(
+        self, ids: WireIds, policy: Policy | None = None, max_inflight: int | None = None
+    ) -> None:
+        self._wire_ids = ids
+        self.routing = RoutingState(policy)
+        self.engines: dict[int, EngineRecord] = {}
+        self.requests: dict[str, Request] = {}
+        self.closed: Callable[[], TszmqError] | None = None
+        self.max_inflight = max_inflight
+        self._epochs = 0
+        self._queue: deque[Wakeable] = deque()  # waiting for a place, first come first served
+        self._granted: set[Wakeable] = set()  # woken to take one
+        # The rows of the last batch: the next one usually has the same ids.
+        self._ids: list[str] = []
+        self._rows: list[Request] = []
+        self._arrays: list[array[int]] = []
+        self._streams: list[int] = []
+
+    # -- engines
+
+    def register(self, info: EngineInfo, now: float) -> int:
+        """An engine is there: a new one, or a new incarnation of a dead one.
+
+        Returns:
+            Its epoch.
+        """
+        self._epochs += 1
+        index = info.engine_index
+        self.routing.add_engine(index)
+        self.engines[index] = EngineRecord(info, self._epochs, self._wire_ids.new(), now, now)
+        return self._epochs
+
+    def suspend(self, index: int, reason: str) -> bool:
+        """No new requests for an engine that is dying; False when it is dead or unknown."""
+        record = self.engines.get(index)
+        if record is None or not self.routing.is_alive(index):
+            return False
+        record.first_error = record.first_error or reason
+        record.info = attrs.evolve(record.info, alive=False)
+        self.routing.suspend_engine(index)
+        return True
+
+    def drop(self, index: int, epoch: int, end: End, now: float) -> list[Request] | None:
+        """An engine is dead: end every request it held, each with an error of its own.
+
+        Returns:
+            Those requests; None when this incarnation was dropped before.
+        """
+        record = self.engines.get(index)
+        if record is None or record.epoch != epoch or record.dropped:
+            return None
+        self.suspend(index, "dropped")
+        record.dropped = True
+        dropped = [self.requests[request_id] for request_id in self.routing.drop_engine(index)]
+        for request in dropped:
+            self._finish(request, end, now)
+        return dropped
+
+    def health(self, now: float) -> dict[int, EngineHealth]:
+        """One record an engine."""
+        return {
+            index: EngineHealth(
+                engine_index=index,
+                connected=record.info.alive,
+                inflight=self.routing.inflight(index),
+                last_output=now - record.last_output,
+                first_error=record.first_error,
+            )
+            for index, record in sorted(self.engines.items())
+        }
+
+    # -- admission and release
+
+    def admit(self, request: Request, pinned: int | None, now: float, ticket: Wakeable) -> bool:
+        """Place a request; False when ``max_inflight`` is reached.
+
+        Args:
+            request: Not yet admitted.
+            pinned: The engine it must go to, or None.
+            now: Monotonic seconds.
+            ticket: Woken when its turn comes, after a False; then ask again, or ``give_up``.
+
+        Raises:
+            ClientClosed, EngineDead, InvalidRank: Nothing was reserved.
+        """
+        if self.closed is not None:
+            raise self.closed()
+        if self.max_inflight is not None and not self._has_place(ticket):
+            if ticket not in self._queue:
+                self._queue.append(ticket)
+            return False
+        index = self.routing.reserve(request.wire_id, request.prompt_tokens, pinned)
+        request.engine_index = index
+        self.requests[request.wire_id] = request
+        self._granted.discard(ticket)
+        request.admitted = now
+        if self.routing.inflight(index) == 1:
+            self.engines[index].busy_since = now
+        return True
+
+    def _has_place(self, ticket: Wakeable) -> bool:
+        assert self.max_inflight is not None
+        if ticket in self._granted:
+            return True
+        free = self.max_inflight - len(self.requests) - len(self._granted)
+        return free > 0 and not self._queue
+
+    def give_up(self, ticket: Wakeable) -> list[Wakeable]:
+        """A ticket is not used; its turn goes to the next."""
+        self._granted.discard(ticket)
+        if ticket in self._queue:
+            self._queue.remove(ticket)
+        return self.grant()
+
+    def grant(self) -> list[Wakeable]:
+        """Whose turn it is, after places were freed."""
+        granted: list[Wakeable] = []
+        if not self._queue or self.max_inflight is None:
+            return granted
+        while self._queue and len(self.requests) + len(self._granted) < self.max_inflight:
+            ticket = self._queue.popleft()
+            self._granted.add(ticket)
+            granted.append(ticket)
+        return granted
+
+    def withdraw(self, request: Request, end: End, now: float) -> bool:
+        """End a request from this side; False when it had ended or was never admitted."""
+        if request.end is not None:
+            return False
+        if request.wire_id not in self.requests:
+            return False
+        self.routing.release(request.engine_index, request.wire_id, len(request.tokens))
+        self._finish(request, end, now)
+        return True
+
+    def close(self, error: Callable[[], TszmqError]) -> list[Request]:
+        """No new requests. Returns the unfinished ones. Idempotent."""
+        if self.closed is None:
+            self.closed = error
+        return list(self.requests.values())
+
+    def everyone_waiting(self) -> list[Wakeable]:
+        """Whoever waits for a place; after ``close``."""
+        waiting = list(self._queue)
+        self._queue.clear()
+        return waiting
+
+    def _finish(self, request: Request, end: End, now: float) -> None:
+        """The request is over. Its place is freed by the caller, under the same lock."""
+        del self.requests[request.wire_id]
+        self._ids = []  # the remembered rows hold it
+        request.ended = now
+        if request.streaming:
+            request.publish()
+        request.end = end
+        group = request.group
+        if group is not None:
+            group.finished.append(request)
+            if end.error is not None:
+                group.failed = True
+
+    # -- output
+
+    def apply(self, batch: EngineBatch, now: float) -> Applied:
+        """Store a batch: its tokens, its load, its finishes; all of it or nothing.
+
+        Raises:
+            DecodeError: A token id is not an int in [0, 2**32); nothing was stored.
+        """
+        known = batch
+        ids = batch.request_ids  # decoders hand out the same list while the ids stay the same
+        if not self._ids or not (ids is self._ids or ids == self._ids):
+            known = self._resolve(batch)
+        rows = self._rows
+        if not rows:
+            return Applied([], [], self._apply_load(batch, now))
+        self._store(known.token_ids)
+        if known.logprobs is not None:
+            self._store_logprobs(known.logprobs)
+        if known.details is not None:
+            self._store_details(known)
+        ended = self._ends(known) if known.num_finished else {}
+        counts = known.completion_tokens
+        if counts is not None and counts != list(map(len, self._arrays)):
+            self._find_gaps(counts, ended)
+        self._commit(known, ended, now)
+        return self._deliver(known, ended, now)
+
+    def _resolve(self, batch: EngineBatch) -> EngineBatch:
+        """Look the ids up, drop the rows of requests that are not (or no longer) ours."""
+        rows = list(map(self.requests.get, batch.request_ids))
+        if None in rows:
+            batch = _only(batch, [i for i, row in enumerate(rows) if row is not None])
+        self._rows = [row for row in rows if row is not None]
+        self._ids = batch.request_ids
+        self._arrays = [row.tokens for row in self._rows]
+        self._streams = [i for i, row in enumerate(self._rows) if row.streaming]
+        return batch
+
+    def _store(self, token_ids: list[list[int]]) -> None:
+        """Append each row's tokens. The arrays prove the types: they take nothing but ints."""
+        pending = iter(self._arrays)
+        try:
+            # One pass in C: nothing else runs between two rows.
+            any(map(_extend, pending, token_ids))
+        except (TypeError, OverflowError) as error:
+            stored = len(self._arrays) - length_hint(pending) - 1
+            for tokens, ids in zip(self._arrays[:stored], token_ids, strict=False):
+                if ids:
+                    del tokens[-len(ids) :]
+            self._ids = []
+            raise DecodeError(f"a token id is not an int in [0, 2**32): {error!s:.80}") from None
+
+    def _store_logprobs(self, columns: list[list[float]]) -> None:
+        for row, values in zip(self._rows, columns, strict=True):
+            if values and row.logprobs is not None:
+                row.logprobs.fromlist(values)
+
+    def _store_details(self, batch: EngineBatch) -> None:
+        assert batch.details is not None
+        for position, detail in batch.details.items():
+            row = self._rows[position]
+            if detail.top_logprobs is not None:
+                row.top_logprobs = [*(row.top_logprobs or ()), *detail.top_logprobs]
+            if row.detail is not None and detail.prompt_logprobs is None:
+                detail.prompt_logprobs = row.detail.prompt_logprobs
+            row.detail = detail
+
+    def _ends(self, batch: EngineBatch) -> dict[int, End]:
+        """Row number to how that row's request ended."""
+        ends: dict[int, End] = {}
+        for position, reason in enumerate(batch.finish_reasons):
+            if reason:
+                row = self._rows[position]
+                ends[position] = _ending(row, reason)
+                if batch.cached_tokens is not None:
+                    row.cached_tokens = batch.cached_tokens[position]
+        return ends
+
+    def _find_gaps(self, counts: list[int], ended: dict[int, End]) -> None:
+        """A row that counts more tokens than arrived has lost a message: end it with that."""
+        for position, count in enumerate(counts):
+            if count > len(self._arrays[position]):
+                ended[position] = End(
+                    error=partial(_tokens_lost, count),
+                    abort=position not in ended,
+                )
+
+    def _commit(self, batch: EngineBatch, ended: dict[int, End], now: float) -> None:
+        """Load and releases in one step. The rows tell whose batch it is: ids are secret to the
+        engine that got them, while old senders name no engine and a broken one the wrong one."""
+        rows = self._rows
+        source = rows[0].engine_index
+        finished = []
+        for position in ended:
+            row = rows[position]
+            if row.engine_index == source:
+                finished.append((row.wire_id, len(row.tokens)))
+            else:
+                self.routing.release(row.engine_index, row.wire_id, len(row.tokens))
+        self.routing.commit(
+            source,
+            batch.load if batch.engine_index == source else None,
+            self._started(source, now),
+            sum(map(len, batch.token_ids)),
+            finished,
+        )
+        self.engines[source].last_output = now
+
+    def _started(self, source: int, now: float) -> list[str]:
+        """Those whose first token this batch brings."""
+        unstarted = self.routing.unstarted(source)
+        if not unstarted:
+            return []
+        started = []
+        for request_id in unstarted.keys() & self._ids:
+            request = self.requests[request_id]
+            if request.tokens:
+                request.first = now
+                started.append(request_id)
+        return started
+
+    def _deliver(self, batch: EngineBatch, ended: dict[int, End], now: float) -> Applied:
+        """Show readers what came, and end what ended."""
+        wakes: list[Wakeable] = []
+        owed: list[Request] = []
+        rows = self._rows
+        for position in self._streams:
+            row = rows[position]
+            if batch.cached_tokens is not None:
+                row.cached_tokens = batch.cached_tokens[position]
+            row.publish()
+            if row.group is not None:
+                row.group.touched[row] = None
+            wakes.append(row.gate)
+        for position, end in ended.items():
+            row = rows[position]
+            if row.end is None:
+                self._finish(row, end, now)
+                if end.abort:
+                    owed.append(row)
+                if row.group is None or row.group.is_worth_waking():
+                    wakes.append(row.gate)
+        if ended:
+            wakes += self.grant()
+        return Applied(wakes, owed, rows[0].engine_index)
+
+    def _apply_load(self, batch: EngineBatch, now: float) -> int | None:
+        """A batch without a row of ours: believed only from an engine that works for us.
+
+        Stale engines of an earlier client, and the predecessor of a restarted one, send batches
+        too. Their ids are not ours, or older than the engine that has their index now.
+        """
+        index = batch.engine_index
+        record = None if index is None else self.engines.get(index)
+        if index is None or record is None or not record.info.alive:
+            return None
+        if not all(self._wire_ids.since(wire_id, record.born) for wire_id in batch.request_ids):
+            return None
+        record.last_output = now
+        self.routing.commit(index, batch.load)
+        return index
+
+
+def _ending(row: Request, reason: str) -> End:
+    """What a terminal row means for its request."""
+    if reason == "error" or (reason == "abort" and not row.tokens):
+        return End(error=partial(_refusal, row.detail))
+    return End(finish_reason=reason)
+
+
+def _refusal(detail: RowDetail | None, partial_result: Completion) -> TszmqError:
+    """An abort that nobody asked for, without a token, is how TokenSpeed refuses a request."""
+    if detail is None or detail.error_message is None:
+        return RequestRejected(
+            f"engine {partial_result.engine_index} refused the request and gave no reason on "
+            f"the wire ({partial_result.prompt_tokens} prompt tokens): its log has it"
+        )
+    kind = EnginePaused if detail.error_code == "engine_paused" else RequestRejected
+    return kind(
+        f"engine {partial_result.engine_index}: {detail.error_message:.500}",
+        code=detail.error_code,
+        retryable=detail.retryable,
+    )
+
+
+def _tokens_lost(count: int, partial_result: Completion) -> TszmqError:
+    return TokensLost(
+        f"engine {partial_result.engine_index} counts {count} tokens of this request, "
+        f"{partial_result.completion_tokens} came: a message was lost",
+        partial=partial_result,
+    )
+
+
+def _only(batch: EngineBatch, keep: list[int]) -> EngineBatch:
+    """The batch with only those rows."""
+
+    def pick(column: list[_T]) -> list[_T]:
+        return [column[i] for i in keep]
+
+    def pick_optional(column: list[_T] | None) -> list[_T] | None:
+        return None if column is None else pick(column)
+
+    details = batch.details
+    reasons = pick(batch.finish_reasons)
+    return attrs.evolve(
+        batch,
+        request_ids=pick(batch.request_ids),
+        token_ids=pick(batch.token_ids),
+        finish_reasons=reasons,
+        num_finished=len(reasons) - reasons.count(RUNNING),
+        completion_tokens=pick_optional(batch.completion_tokens),
+        prompt_tokens=pick_optional(batch.prompt_tokens),
+        cached_tokens=pick_optional(batch.cached_tokens),
+        logprobs=pick_optional(batch.logprobs),
+        details=details and {at: details[i] for at, i in enumerate(keep) if i in details},
+    )

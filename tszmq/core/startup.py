@@ -1,0 +1,151 @@
+"""Which engines are coming up, and what each HELLO means: a plain state machine.
+
+    (unknown) --HELLO, INIT sent--> GREETED --READY--> READY --registration--> REGISTERED
+    GREETED and READY may be left by the registration in either order: it is on another socket.
+    REGISTERED --death--> DEAD --HELLO, INIT sent--> GREETED ...
+
+A HELLO with the index of a living engine is kept waiting: engines say it once, and the one
+that says it may be the successor of one whose death is not known yet.
+"""
+
+from __future__ import annotations
+
+import enum
+
+__all__ = ["Stage", "Startup"]
+
+
+class Stage(enum.Enum):
+    """Where an engine is on its way to serving."""
+
+    GREETED = "said HELLO and was sent INIT, has not registered"
+    READY = "said READY, has not registered"
+    REGISTERED = "registered"
+    DEAD = "dead"
+
+
+class Startup:
+    """The engines of one client, by index.
+
+    Args:
+        expected: How many engines there will be.
+    """
+
+    def __init__(self, expected: int) -> None:
+        self._expected = expected
+        self._stages: dict[int, Stage] = {}
+        self._waiting: dict[int, int] = {}  # index -> fd of the connection that said HELLO
+        self._greeted_by: dict[int, int] = {}
+        self.ignored = 0
+        """Messages of strangers on the handshake socket."""
+
+    def hello(self, index: int, fd: int) -> bool:
+        """An engine said HELLO; True when it is to be sent INIT, False when it has to wait."""
+        stage = self._stages.get(index)
+        full = stage is None and len(self._stages) >= self._expected
+        if full or (stage is not None and stage is not Stage.DEAD):
+            self._waiting[index] = fd
+            return False
+        self._greet(index, fd)
+        return True
+
+    def _greet(self, index: int, fd: int) -> None:
+        self._waiting.pop(index, None)
+        self._stages[index] = Stage.GREETED
+        self._greeted_by[index] = fd
+
+    def ready(self, index: int) -> bool:
+        """An engine said READY; False when nobody expected that of it."""
+        if self._stages.get(index) is Stage.GREETED:
+            self._stages[index] = Stage.READY
+        return index in self._stages
+
+    def expects_registration(self, index: int) -> bool:
+        """Whether the engine was sent INIT and has not registered."""
+        return self._stages.get(index) in (Stage.GREETED, Stage.READY)
+
+    def registered(self, index: int) -> None:
+        """An engine registered, which was expected."""
+        self._stages[index] = Stage.REGISTERED
+
+    def died(self, index: int) -> list[int]:
+        """An engine is dead. Returns who is to be sent INIT now: a successor that waited."""
+        if index not in self._stages:
+            return []
+        self._stages[index] = Stage.DEAD
+        return self._serve_waiting()
+
+    def failed(self, index: int) -> list[int]:
+        """A start-up failed, its place is free again. Returns who is to be sent INIT now."""
+        if self._stages.get(index) not in (Stage.GREETED, Stage.READY):
+            return []
+        del self._stages[index]
+        return self._serve_waiting()
+
+    def handshake_closed(self, fd: int) -> int | None:
+        """A connection of the handshake socket closed.
+
+        Returns:
+            The index of the engine whose start-up failed thereby; None when it means nothing
+            (it had said READY, or only waited).
+        """
+        for index, waiting in list(self._waiting.items()):
+            if waiting == fd:
+                del self._waiting[index]
+        for index, greeted in list(self._greeted_by.items()):
+            if greeted == fd:
+                del self._greeted_by[index]
+                if self._stages.get(index) is Stage.GREETED:
+                    return index
+        return None
+
+    def stalled(self) -> list[int]:
+        """Those that said READY and closed that connection, did not register, and have a
+        successor waiting: an engine registers at once, so they probably died in between."""
+        return [
+            index
+            for index in self._waiting
+            if self._stages.get(index) is Stage.READY and index not in self._greeted_by
+        ]
+
+    def _serve_waiting(self) -> list[int]:
+        """Greet those kept waiting whose place has become free."""
+        served = []
+        for index, fd in list(self._waiting.items()):
+            stage = self._stages.get(index)
+            vacant = stage is None and len(self._stages) < self._expected
+            if vacant or stage is Stage.DEAD:
+                self._greet(index, fd)
+                served.append(index)
+        return served
+
+    def pending(self) -> bool:
+        """Whether some engine was sent INIT and has not registered."""
+        return any(stage in (Stage.GREETED, Stage.READY) for stage in self._stages.values())
+
+    def num_missing(self) -> int:
+        """Engines that have never registered."""
+        coming = sum(stage in (Stage.REGISTERED, Stage.DEAD) for stage in self._stages.values())
+        return self._expected - coming
+
+    def describe_missing(self) -> str:
+        """Who is missing and at which stage, for people."""
+        parts = [
+            f"engine {index} {stage.value}"
+            for index, stage in sorted(self._stages.items())
+            if stage in (Stage.GREETED, Stage.READY)
+        ]
+        silent = self._expected - len(self._stages)
+        if silent:
+            # Ranks are numbered from 0 unless somebody chose otherwise.
+            named = [i for i in range(self._expected) if i not in self._stages]
+            guess = ""
+            if len(named) == silent and all(i < self._expected for i in self._stages):
+                guess = f" ({', '.join(map(str, named))}, if they are numbered from 0)"
+            parts.append(f"{silent} never said HELLO{guess}")
+        if self._waiting:
+            waiting = ", ".join(map(str, sorted(self._waiting)))
+            parts.append(f"kept waiting because their index or place is taken: {waiting}")
+        if self.ignored:
+            parts.append(f"{self.ignored} messages of strangers were ignored")
+        return f"{self.num_missing()} of {self._expected} engines missing: " + "; ".join(parts)

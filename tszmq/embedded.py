@@ -1,0 +1,46 @@
+"""A client with engines of its own: simulators in child processes."""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from tszmq.sim import Fleet
+
+if TYPE_CHECKING:
+    from tszmq.client import Client
+
+__all__ = ["start_embedded"]
+
+
+def start_embedded(kind: type[Client], engine_count: int, options: dict[str, Any]) -> Client:
+    """Bind, start the engines, connect; whatever fails, nothing stays behind.
+
+    Args:
+        kind: ``Client`` or a subclass.
+        engine_count: How many engines.
+        options: Mixed: those that ``Client.bind`` names are its own, the rest the engines'.
+    """
+    bind_names = inspect.signature(kind.bind).parameters
+    client_options = {name: options[name] for name in options if name in bind_names}
+    engine_options = {name: options[name] for name in options if name not in bind_names}
+    client_options.setdefault("connect_timeout", 60.0)
+    engine_options["protocol"] = client_options.get("protocol", "tokenspeed")
+    fleet = Fleet(engine_count, **engine_options)
+    bound = kind.bind(
+        "tcp://127.0.0.1:*",
+        engine_count=engine_count,
+        # Killed, not asked: they hold nothing that anybody wants to keep.
+        _on_closed=[partial(fleet.terminate, 0.0)],
+        **client_options,
+    )
+    try:
+        fleet.start(bound.endpoints.handshake)
+        client = bound.connect()
+    except BaseException:
+        bound.close()
+        fleet.terminate()
+        raise
+    client.fleet = fleet
+    return client

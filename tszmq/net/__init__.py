@@ -1,0 +1,1 @@
+"""Sockets, threads and locks."""

@@ -1,0 +1,455 @@
+"""The control thread: owns every socket but the output, and every clock.
+
+It alone sends: requests and aborts come to it through the mailbox in the order they were
+posted, so that an abort follows its request, no caller ever blocks on a socket, and a signal
+can tear no message apart. An engine that does not read gets a queue of its own here, and is
+dead when that makes no progress for ``send_timeout``.
+
+What can happen, and what follows:
+
+    HELLO                       INIT, or kept waiting while its index is taken by a living one
+    registration                the engine is served; whoever waits in ``connect`` is told
+    its input connection closed no new requests; 0.1 s later (or when its output connection is
+                                closed, too) the receiver delivers what came and ends the rest
+    output connection alone     its requests fail 0.5 s later: what was in transit is lost
+    send refused (EHOSTUNREACH) as a closed connection
+    silence                     warned about; fatal after ``silence_timeout``, while it has work
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import attrs
+import zmq
+
+from tszmq.core.request import ABORTED, End, Request
+from tszmq.core.startup import Startup
+from tszmq.errors import ClientClosed, DeadlineExceeded, DecodeError, TszmqError
+from tszmq.net import mailbox as mail
+from tszmq.net.greeter import Greeter
+from tszmq.net.outbox import Outbox
+from tszmq.net.peers import peer_pid
+from tszmq.net.receiver import Blame, Halt, Joined, OutputClosed, Retire
+from tszmq.net.shared import Muster, Shared, wake_all
+from tszmq.net.silence import SilenceWatch
+from tszmq.net.sockets import WAKE, Sockets
+from tszmq.types import Completion, EngineInfo
+from tszmq.wire.startup import engine_index
+
+__all__ = ["Settings", "run_control"]
+
+_log = logging.getLogger("tszmq")
+
+_GRACE = 0.1  # between the loss of an engine's input connection and its requests' end
+_CUT_OFF_GRACE = 0.5  # for the loss of its output connection alone
+_BLAME_GRACE = 0.5  # for a connection to close that tells who sent a nameless sentinel
+_REGISTRATION_GRACE = 1.0  # after READY, when a successor waits
+_CLOSING_LINGER_MS = 200  # for the last aborts to leave
+_JOIN_SECONDS = 5.0
+_ABORTS_A_MESSAGE = 1024
+_BLOCKED_POLL_MS = 5
+_MESSAGES_A_TURN = 1000
+
+
+@attrs.frozen
+class Settings:
+    """What the caller chose; seconds."""
+
+    silence_timeout: float | None
+    silence_warning: float | None
+    send_timeout: float
+    parallel_config: Mapping[str, Any]
+
+
+@attrs.define(eq=False)
+class _Link:
+    """A registered engine's input connection."""
+
+    fd: int
+    epoch: int
+
+
+def run_control(
+    sockets: Sockets,
+    receiver: threading.Thread,
+    orders: deque[Any],
+    shared: Shared,
+    startup: Startup,
+    settings: Settings,
+    on_closed: list[Callable[[], object]],
+) -> None:
+    """The thread's whole life: serve, then take everything down in the right order."""
+    control = _Control(sockets, orders, shared, startup, settings)
+    try:
+        control.run()
+    except BaseException as error:
+        shared.fail("the control thread", error)
+        _log.exception("tszmq: the control thread failed; the client is closed")
+    finally:
+        control.take_down(receiver)
+        for step in on_closed:
+            step()
+
+
+class _Control:
+    def __init__(
+        self,
+        sockets: Sockets,
+        orders: deque[Any],
+        shared: Shared,
+        startup: Startup,
+        settings: Settings,
+    ) -> None:
+        self._sockets = sockets
+        self._orders = orders
+        self._shared = shared
+        self._startup = startup
+        self._input = sockets.input.take()
+        self._push = sockets.orders.take()
+        self._greeter = Greeter(
+            sockets.handshake.take(), startup, sockets.endpoints, settings.parallel_config
+        )
+        self._outbox = Outbox(self._input, settings.send_timeout)
+        self._silence = SilenceWatch(settings.silence_timeout, settings.silence_warning)
+        self._links: dict[int, _Link] = {}
+        self._index_of: dict[int, int] = {}  # fd of an input connection -> engine index
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._sequence = itertools.count()
+        self._deadlines: list[tuple[float, int, mail.Expire]] = []
+        self._stopping = False
+        self._quiet = False
+        self._poller = zmq.Poller()
+        for readable in (
+            shared.mailbox.fileno(),
+            self._greeter.socket,
+            self._input,
+            *(monitor.socket for monitor in sockets.monitors),
+        ):
+            self._poller.register(readable, zmq.POLLIN)
+        if self._silence.interval is not None:
+            self._at(self._silence.interval, self._check_silence)
+
+    # -- the loop
+
+    def run(self) -> None:
+        while not self._stopping:
+            ready = dict(self._poller.poll(self._timeout_ms()))
+            # What closed is read before the messages and acted on after them: a connection's
+            # last messages are in the socket by the time its end is reported.
+            closed = [
+                monitor.closed_descriptors() if monitor.socket in ready else []
+                for monitor in self._sockets.monitors
+            ]
+            if self._greeter.socket in ready or closed[0]:
+                self._greet()
+            if self._input in ready or closed[1]:
+                self._read_input()
+            self._note_closed(*closed)
+            self._read_mail()
+            if self._outbox.blocked:
+                self._lose(self._outbox.retry(time.monotonic()))
+            self._run_timers()
+
+    def _timeout_ms(self) -> int | None:
+        """Until the next clock is due; None to wait for events alone."""
+        due = [heap[0][0] for heap in (self._timers, self._deadlines) if heap]
+        limit = _BLOCKED_POLL_MS if self._outbox.blocked else None
+        if not due:
+            return limit
+        # Rounded up: waking a fraction early would only come round again.
+        wait = max(0, int((min(due) - time.monotonic()) * 1000) + 1)
+        return wait if limit is None else min(wait, limit)
+
+    def _at(self, seconds: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._sequence), action))
+
+    def _run_timers(self) -> None:
+        now = time.monotonic()
+        while self._timers and self._timers[0][0] <= now:
+            heapq.heappop(self._timers)[2]()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            self._expire(heapq.heappop(self._deadlines)[2], now)
+
+    # -- engines come
+
+    def _greet(self) -> None:
+        if self._greeter.read(_MESSAGES_A_TURN):
+            stalled = self._startup.stalled()
+            if stalled:
+                self._at(_REGISTRATION_GRACE, partial(self._greeter.replace, stalled))
+            self._publish_muster()
+
+    def _read_input(self) -> None:
+        """Registrations; nothing else is ever sent this way."""
+        for _ in range(_MESSAGES_A_TURN):
+            try:
+                frames = self._input.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            index = engine_index(frames[0].bytes)
+            if index is None or not self._startup.expects_registration(index):
+                self._startup.ignored += 1
+                continue
+            payload = [frame.bytes for frame in frames[1:]]
+            try:
+                info = self._shared.protocol.read_registration(index, payload)
+            except DecodeError as error:
+                self._startup.ignored += 1
+                _log.warning("tszmq: the registration of engine %d is ignored: %s", index, error)
+                continue
+            self._register(info, frames[-1].get(zmq.SRCFD))
+
+    def _register(self, info: EngineInfo, fd: int) -> None:
+        index = info.engine_index
+        self._startup.registered(index)
+        with self._shared.state as flights:
+            epoch = flights.register(info, time.monotonic())
+        self._links[index] = _Link(fd, epoch)
+        self._index_of[fd] = index
+        self._order(Joined(index, peer_pid(fd), _batch_bytes(info)))
+        self._publish_muster()
+        _log.info("tszmq: engine %d registered (%s)", index, info.engine_version)
+
+    def _publish_muster(self) -> None:
+        self._shared.muster = Muster(
+            self._startup.num_missing(), self._startup.describe_missing(), self._greeter.failed
+        )
+        self._shared.arrivals.wake()
+
+    # -- engines go
+
+    def _note_closed(self, handshake: list[int], input_: list[int], output: list[int]) -> None:
+        for fd in handshake:
+            self._greeter.closed(fd)
+        if handshake:
+            self._publish_muster()
+        for fd in input_:
+            index = self._index_of.pop(fd, None)
+            if index is not None and self._links[index].fd == fd:
+                self._begin_death(index, "its connection closed: it was killed, or it exited")
+        for fd in output:
+            self._order(OutputClosed(fd))
+
+    def _begin_death(self, index: int, reason: str, grace: float = _GRACE) -> None:
+        """No new requests for it from here on; what it held ends after the grace."""
+        with self._shared.state as flights:
+            if not flights.suspend(index, reason):
+                return
+            epoch = flights.engines[index].epoch
+        self._at(grace, partial(self._order, Retire(index, epoch, reason)))
+
+    def _lose(self, lost: Iterable[tuple[int, str]]) -> None:
+        for index, reason in lost:
+            self._begin_death(index, reason)
+
+    def _dropped(self, item: mail.Dropped) -> None:
+        """The receiver has ended what the engine held: its index is free for a successor."""
+        link = self._links.get(item.engine_index)
+        if link is None or link.epoch != item.epoch:
+            return
+        self._abort(item.requests)  # it may still read, even if nobody can read it
+        del self._links[item.engine_index]
+        self._index_of.pop(link.fd, None)
+        self._outbox.forget(item.engine_index)
+        for index in self._startup.died(item.engine_index):
+            self._greeter.send_init(index)
+        self._publish_muster()
+
+    def _suspect(self, item: mail.Suspect) -> None:
+        if item.engine_index is None:
+            # The culprit's connections usually close now and tell who it was.
+            order = Blame(item.fd, item.reason, item.unreadable)
+            self._at(_BLAME_GRACE, partial(self._order, order))
+            return
+        index = item.engine_index
+        with self._shared.state as flights:
+            record = flights.engines.get(index)
+            if record is None:
+                return
+            epoch = record.epoch
+            ids = flights.routing.inflight_ids(index)
+        self._at(_CUT_OFF_GRACE, partial(self._cut_off, index, epoch, ids))
+
+    def _cut_off(self, index: int, epoch: int, ids: list[str]) -> None:
+        """Its output connection was lost and it did not die: what was in transit is gone."""
+        end = End(error=partial(_lost_output, index), abort=True)
+        ended = []
+        with self._shared.state as flights:
+            record = flights.engines[index]
+            if record.epoch != epoch or not record.info.alive:
+                return
+            for wire_id in ids:
+                request = flights.requests.get(wire_id)
+                if request is not None and flights.withdraw(request, end, time.monotonic()):
+                    ended.append(request)
+            granted = flights.grant()
+        wake_all(granted)
+        wake_all(request.gate for request in ended)
+        self._abort(ended)
+        if ended:
+            _log.error(
+                "tszmq: engine %d lost its output connection; %d requests failed",
+                index,
+                len(ended),
+            )
+
+    def _check_silence(self) -> None:
+        assert self._silence.interval is not None
+        now = time.monotonic()
+        with self._shared.state as flights:
+            quiet = {
+                index: now - max(record.last_output, record.busy_since)
+                for index, record in flights.engines.items()
+                if record.info.alive and flights.routing.inflight(index)
+            }
+        for index, seconds in self._silence.overdue(quiet, now):
+            self._begin_death(
+                index, f"it held requests and sent nothing for {seconds:.1f} s", grace=0.0
+            )
+        self._at(self._silence.interval, self._check_silence)
+
+    def _order(self, order: object) -> None:
+        self._orders.append(order)
+        with contextlib.suppress(zmq.Again):  # it has a thousand unread reasons to look
+            self._push.send(WAKE, zmq.NOBLOCK)
+
+    # -- what callers post
+
+    def _read_mail(self) -> None:
+        items = self._shared.mailbox.take()
+        while items:
+            item = items.popleft()
+            self._actions[type(item)](self, item)
+
+    def _add(self, item: mail.Add) -> None:
+        request = item.request
+        if request.end is None:
+            request.sent = True
+            self._send(request.engine_index, item.frames)
+
+    def _send(self, index: int, frames: list[bytes]) -> None:
+        reason = self._outbox.send(index, frames, time.monotonic())
+        if reason is not None:
+            self._begin_death(index, reason)
+
+    def _post_abort(self, item: mail.Abort) -> None:
+        self._abort(item.requests)
+
+    def _abort(self, requests: list[Request]) -> None:
+        """One message an engine, not one a request. What was never sent needs none."""
+        by_engine: dict[int, list[str]] = {}
+        for request in requests:
+            sent, request.sent = request.sent, False  # one abort, whoever else asks for it
+            if sent and request.engine_index in self._links:
+                by_engine.setdefault(request.engine_index, []).append(request.wire_id)
+        for index, ids in by_engine.items():
+            for start in range(0, len(ids), _ABORTS_A_MESSAGE):
+                part = ids[start : start + _ABORTS_A_MESSAGE]
+                self._send(index, self._shared.protocol.encode_abort(part))
+
+    def _withdraw(self, item: mail.Withdraw) -> None:
+        self._end(item.request, ABORTED)
+
+    def _end(self, request: Request, end: End) -> None:
+        with self._shared.state as flights:
+            ended = flights.withdraw(request, end, time.monotonic())
+            granted = flights.grant()
+        wake_all(granted)
+        if ended:
+            request.gate.wake()
+            self._abort([request])
+
+    def _watch_deadline(self, item: mail.Expire) -> None:
+        heapq.heappush(self._deadlines, (item.deadline, next(self._sequence), item))
+        # Most requests end long before their deadline: do not keep them all until then.
+        if len(self._deadlines) > 1024 and next(self._sequence) % 1024 == 0:
+            self._deadlines = [entry for entry in self._deadlines if entry[2].request.end is None]
+            heapq.heapify(self._deadlines)
+
+    def _expire(self, item: mail.Expire, now: float) -> None:
+        if item.request.end is None:
+            self._end(item.request, deadline_end(item.timeout))
+
+    def _stop(self, item: mail.Stop) -> None:
+        self._stopping = True
+        self._quiet = self._quiet or item.quiet
+
+    _actions: dict[type, Callable[..., None]] = {  # noqa: RUF012 - a dispatch table
+        mail.Add: _add,
+        mail.Abort: _post_abort,
+        mail.Withdraw: _withdraw,
+        mail.Expire: _watch_deadline,
+        mail.Suspect: _suspect,
+        mail.Dropped: _dropped,
+        mail.Stop: _stop,
+    }
+
+    # -- the end
+
+    def take_down(self, receiver: threading.Thread) -> None:
+        """Tell everyone, send the last aborts, end the receiver, free every address."""
+        if not self._quiet:
+            self._shared.close(_closed)
+        try:
+            self._read_mail()
+        except Exception:
+            _log.exception("tszmq: the last aborts could not be sent")
+        self._order(Halt())
+        for monitored in (self._input, self._greeter.socket):
+            monitored.disable_monitor()
+        self._input.close(_CLOSING_LINGER_MS)
+        self._greeter.socket.close(0)
+        self._push.close(_CLOSING_LINGER_MS)
+        receiver.join(_JOIN_SECONDS)
+        for monitor in self._sockets.monitors:
+            monitor.close()
+        if receiver.is_alive():
+            # term() would wait for its socket for ever: somebody's log handler holds it up.
+            _log.error("tszmq: the receiver thread does not end; its context is left behind")
+        else:
+            self._sockets.context.term()
+        self._sockets.files.remove()
+        self._shared.mailbox.close()
+
+
+def _closed() -> TszmqError:
+    return ClientClosed("the client was closed")
+
+
+def deadline_end(timeout: float) -> End:
+    """How a request ends whose ``timeout`` has passed."""
+    return End(error=partial(_deadline_exceeded, timeout), abort=True)
+
+
+def _deadline_exceeded(timeout: float, partial_result: Completion) -> TszmqError:
+    return DeadlineExceeded(
+        f"the request did not finish within its timeout of {timeout} s; "
+        f"{partial_result.completion_tokens} tokens had come",
+        partial=partial_result,
+    )
+
+
+def _lost_output(index: int, partial_result: Completion) -> TszmqError:
+    return DecodeError(
+        f"engine {index} lost its output connection, because a message was too large or the "
+        f"connection broke; {partial_result.completion_tokens} tokens of the request had come "
+        "and what was in transit is lost",
+        engine_index=index,
+        reason="its output connection was lost",
+    )
+
+
+def _batch_bytes(info: EngineInfo) -> int:
+    """The largest batch this engine can mean: every request it runs, 1024 tokens with
+    logprobs each (25 bytes a token), and 1 MiB of what else there may be."""
+    return (1 << 20) + max(info.max_num_seqs, 1) * (1024 * 25 + 128)

@@ -1,0 +1,75 @@
+"""Waiting and waking without a condition variable.
+
+A waiter is a plain lock taken twice, which costs an eighth of a ``threading.Condition``, and
+``Lock.acquire`` with a timeout is interruptible by signals. Gates are not in the lock order:
+they are released by another thread than took them, and nothing is held while waiting.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+__all__ = ["Gate", "remaining"]
+
+
+class Gate:
+    """Where threads wait for a condition that others bring about.
+
+    Whoever makes a condition true does so first and calls ``wake`` then; whoever waits is
+    listed first and looks at the condition then. One of the two sees the other.
+    """
+
+    __slots__ = ("_sleepers",)
+
+    def __init__(self) -> None:
+        self._sleepers: list[threading.Lock] = []
+
+    def wake(self) -> None:
+        """Wake everyone who waits here now; any thread, never blocks, safe in a finalizer."""
+        sleepers = self._sleepers
+        while sleepers:
+            try:
+                sleeper = sleepers.pop()
+            except IndexError:  # another thread woke the last one
+                return
+            sleeper.release()
+
+    def wait(self, ready: Callable[[], object], deadline: float | None = None) -> bool:
+        """Wait until ``ready()`` is true.
+
+        Args:
+            ready: Looks at the condition; takes no lock.
+            deadline: Monotonic seconds, or None to wait without a limit.
+
+        Returns:
+            False when the deadline passed first.
+        """
+        while not ready():
+            sleeper = threading.Lock()
+            sleeper.acquire()
+            self._sleepers.append(sleeper)
+            try:
+                if ready():
+                    return True
+                timeout = remaining(deadline)
+                if timeout is not None and timeout <= 0:
+                    return False
+                sleeper.acquire(True, -1 if timeout is None else timeout)
+            finally:
+                self._leave(sleeper)
+        return True
+
+    def _leave(self, sleeper: threading.Lock) -> None:
+        try:
+            self._sleepers.remove(sleeper)
+        except ValueError:  # woken
+            pass
+
+
+def remaining(deadline: float | None) -> float | None:
+    """Seconds until a monotonic deadline, never more than a lock can wait; None without one."""
+    if deadline is None:
+        return None
+    return min(deadline - time.monotonic(), threading.TIMEOUT_MAX)

@@ -1,0 +1,148 @@
+"""The handshake socket: HELLO in, INIT out, for as long as the client lives."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import zmq
+
+from tszmq.core.startup import Startup
+from tszmq.errors import DecodeError
+from tszmq.net.addresses import is_tcp, tcp_host
+from tszmq.net.peers import local_host
+from tszmq.types import Endpoints
+from tszmq.wire.startup import (
+    FAILED,
+    HELLO,
+    READY,
+    encode_init,
+    engine_identity,
+    engine_index,
+    read_handshake,
+)
+
+__all__ = ["Greeter"]
+
+_log = logging.getLogger("tszmq")
+
+_WILDCARDS = ("0.0.0.0", "::", "*")
+_WARNINGS = 20  # about strangers; the rest is only counted
+
+
+class Greeter:
+    """Answers on the handshake socket what ``Startup`` decides.
+
+    Args:
+        socket: The handshake ROUTER; the thread that owns it owns this.
+        startup: The state machine.
+        endpoints: The addresses bound, for INIT.
+        parallel_config: For INIT.
+    """
+
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        startup: Startup,
+        endpoints: Endpoints,
+        parallel_config: Mapping[str, Any],
+    ) -> None:
+        self.socket = socket
+        self.failed: str | None = None
+        """What the first engine said that failed to start."""
+        self._startup = startup
+        self._endpoints = endpoints
+        self._parallel_config = parallel_config
+        self._hosts: dict[int, str] = {}  # engine index -> our host as that engine sees it
+
+    def read(self, limit: int) -> bool:
+        """Take at most ``limit`` messages. True when something of an engine's was among them."""
+        news = False
+        for _ in range(limit):
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            news |= self._take(frames)
+        return news
+
+    def _take(self, frames: list[zmq.Frame]) -> bool:
+        index = engine_index(frames[0].bytes)
+        if index is None:
+            self._ignore(f"a peer that is no engine (identity {frames[0].bytes[:16]!r})")
+            return False
+        try:
+            message = read_handshake([frame.bytes for frame in frames[1:]])
+        except DecodeError as error:
+            self._ignore(f"engine {index}: {error}")
+            return False
+        if message.status == HELLO:
+            self._hello(index, frames[-1])
+        elif message.status == READY:
+            self._startup.ready(index)
+        elif message.status == FAILED:
+            self.failed = f"engine {index} says that it failed to start"
+            self._fail(index)
+        else:
+            self._ignore(f"engine {index}: unknown status {message.status!r:.80}")
+        return True
+
+    def _ignore(self, what: str) -> None:
+        self._startup.ignored += 1
+        if self._startup.ignored <= _WARNINGS:
+            _log.warning("tszmq: a message on the handshake socket is ignored: %s", what)
+
+    def _hello(self, index: int, frame: zmq.Frame) -> None:
+        fd = frame.get(zmq.SRCFD)
+        assert isinstance(fd, int)
+        host = local_host(fd)
+        if host is not None:
+            self._hosts[index] = host
+        if self._startup.hello(index, fd):
+            self.send_init(index)
+        else:
+            _log.warning(
+                "tszmq: an engine said HELLO with index %d, which is taken: it is kept waiting "
+                "until that place is free",
+                index,
+            )
+
+    def send_init(self, index: int) -> None:
+        """Tell an engine where the data sockets are."""
+        init = encode_init(
+            self._address_for(index, self._endpoints.input or ""),
+            self._address_for(index, self._endpoints.output or ""),
+            self._parallel_config,
+        )
+        try:
+            self.socket.send_multipart([engine_identity(index), init], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            _log.warning("tszmq: engine %d went away before its INIT: %s", index, error)
+            self._fail(index)
+
+    def _address_for(self, index: int, address: str) -> str:
+        """A wildcard cannot be dialled: name the host that this engine reached us at."""
+        if is_tcp(address) and tcp_host(address) in _WILDCARDS:
+            host = self._hosts.get(index, "127.0.0.1")
+            return f"tcp://{host}:{address.rpartition(':')[2]}"
+        return address
+
+    def closed(self, fd: int) -> None:
+        """A connection of this socket closed."""
+        index = self._startup.handshake_closed(fd)
+        if index is not None:
+            _log.warning("tszmq: engine %d went away during its start-up", index)
+            self._fail(index)
+
+    def replace(self, indices: list[int]) -> None:
+        """These start-ups stalled: let their successors in, unless they went on after all."""
+        still = self._startup.stalled()
+        for index in indices:
+            if index in still:
+                _log.warning("tszmq: engine %d said READY and never registered", index)
+                self._fail(index)
+
+    def _fail(self, index: int) -> None:
+        for served in self._startup.failed(index):
+            self.send_init(served)

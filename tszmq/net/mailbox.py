@@ -1,0 +1,127 @@
+"""What other threads, and finalizers, want the control thread to do.
+
+Posting is a C-level append and one non-blocking byte: it takes no lock and touches no ZMQ
+socket, so a finalizer may do it wherever the garbage collector runs it.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from typing import Any
+
+import attrs
+
+from tszmq.core.request import Request
+
+__all__ = ["Abort", "Add", "Dropped", "Expire", "Mailbox", "Stop", "Suspect", "Withdraw"]
+
+
+@attrs.frozen(eq=False)
+class Add:
+    """Send a request to its engine, unless it has ended meanwhile."""
+
+    request: Request
+    frames: list[bytes]
+
+
+@attrs.frozen(eq=False)
+class Abort:
+    """Tell an engine to stop these requests, which have ended here."""
+
+    requests: list[Request]
+
+
+@attrs.frozen(eq=False)
+class Withdraw:
+    """End and abort a request whose last reference was dropped."""
+
+    request: Request
+
+
+@attrs.frozen(eq=False)
+class Expire:
+    """End a request with DeadlineExceeded at that time, whether anybody reads or not."""
+
+    deadline: float
+    timeout: float
+    request: Request
+
+
+@attrs.frozen(eq=False)
+class Suspect:
+    """The receiver saw an engine's output cut off, or a death that names nobody.
+
+    Attributes:
+        engine_index: The engine whose output connection was lost; None when it cannot be told.
+        reason: For the error.
+        fd: The connection in question.
+        unreadable: Whether its messages could not be read.
+    """
+
+    engine_index: int | None
+    reason: str
+    fd: int = -1
+    unreadable: bool = False
+
+
+@attrs.frozen(eq=False)
+class Dropped:
+    """The receiver has ended everything that a dead engine held."""
+
+    engine_index: int
+    epoch: int
+    requests: list[Request]
+
+
+@attrs.frozen(eq=False)
+class Stop:
+    """Close the client: abort what is unfinished, end both threads.
+
+    Attributes:
+        quiet: The process ends: callers that wait are not woken.
+    """
+
+    quiet: bool = False
+
+
+class Mailbox:
+    """Posts from any thread to the control thread."""
+
+    def __init__(self) -> None:
+        self._items: deque[Any] = deque()
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        self._rung = False
+
+    def post(self, item: object) -> None:
+        """Hand over an item and wake the control thread; any thread, never blocks."""
+        self._items.append(item)
+        # No call stands between the flag and the byte, so no signal can come between them.
+        if not self._rung:
+            self._rung = True
+            try:
+                self._writer.send(b"\0")
+            except OSError:  # full: it is awake anyway; closed: nobody is there any more
+                pass
+
+    def fileno(self) -> int:
+        """For the control thread's poller."""
+        return self._reader.fileno()
+
+    def take(self) -> deque[Any]:
+        """Everything posted so far; the control thread only."""
+        try:
+            while self._reader.recv(4096):
+                pass
+        except BlockingIOError:
+            pass
+        # Cleared before the items are taken: what is posted from here on rings again.
+        self._rung = False
+        return self._items
+
+    def close(self) -> None:
+        """The control thread has ended."""
+        self._reader.close()
+        self._writer.close()

@@ -1,0 +1,79 @@
+"""Sending on the input ROUTER without ever waiting for an engine."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import attrs
+import zmq
+
+from tszmq.wire.startup import engine_identity
+
+__all__ = ["Outbox"]
+
+
+@attrs.define(eq=False)
+class _Blocked:
+    """Messages that an engine's connection had no room for, in order."""
+
+    messages: deque[list[bytes]]
+    since: float
+
+
+class Outbox:
+    """The ROUTER's send half, with a queue for each engine that does not read.
+
+    Args:
+        router: The input socket; the thread that owns it owns this.
+        send_timeout: Seconds without progress after which an engine is given up.
+    """
+
+    def __init__(self, router: zmq.Socket[bytes], send_timeout: float) -> None:
+        self._router = router
+        self._send_timeout = send_timeout
+        self.blocked: dict[int, _Blocked] = {}
+
+    def send(self, index: int, frames: list[bytes], now: float) -> str | None:
+        """Send, or queue behind what is queued. Returns why the engine is lost, or None."""
+        blocked = self.blocked.get(index)
+        if blocked is not None:
+            blocked.messages.append(frames)
+            return None
+        try:
+            self._router.send_multipart([engine_identity(index), *frames], zmq.NOBLOCK)
+        except zmq.Again:
+            self.blocked[index] = _Blocked(deque([frames]), now)
+        except zmq.ZMQError as error:
+            return f"nothing can be sent to it: {error}"
+        return None
+
+    def retry(self, now: float) -> list[tuple[int, str]]:
+        """Send what was blocked. Returns the engines that are lost, and why."""
+        lost = []
+        for index, blocked in list(self.blocked.items()):
+            reason = self._drain(index, blocked, now)
+            if reason is None and now - blocked.since > self._send_timeout:
+                reason = f"it has not read its requests for {self._send_timeout} s"
+            if reason is not None:
+                lost.append((index, reason))
+                self.forget(index)
+            elif not blocked.messages:
+                del self.blocked[index]
+        return lost
+
+    def _drain(self, index: int, blocked: _Blocked, now: float) -> str | None:
+        identity = engine_identity(index)
+        while blocked.messages:
+            try:
+                self._router.send_multipart([identity, *blocked.messages[0]], zmq.NOBLOCK)
+            except zmq.Again:
+                return None
+            except zmq.ZMQError as error:
+                return f"nothing can be sent to it: {error}"
+            blocked.messages.popleft()
+            blocked.since = now
+        return None
+
+    def forget(self, index: int) -> None:
+        """The engine is dead: nothing queued for it will be sent."""
+        self.blocked.pop(index, None)

@@ -1,0 +1,274 @@
+"""The receiver thread: owns the output socket; blocks, decodes, applies, wakes, and no more.
+
+It never refers to the client. It blocks in one ``recv`` without a timeout; the control thread
+wakes it through an inproc connection to the same socket (``WAKE``) after putting an order in
+``orders``. Messages are received as frames, not as bytes: their flag says whether more frames
+follow, and their metadata names the connection they came on, which is the only way to tell
+which engine sent a death sentinel or bytes that cannot be read.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import attrs
+import zmq
+
+from tszmq.core.request import End, Wakeable
+from tszmq.errors import DecodeError, EngineDead, TszmqError
+from tszmq.net.mailbox import Dropped, Suspect
+from tszmq.net.peers import Attribution
+from tszmq.net.shared import Shared, wake_all
+from tszmq.net.sockets import WAKE, Owned
+from tszmq.types import Completion
+from tszmq.wire.base import ENGINE_CORE_DEAD, BatchDecoder
+
+__all__ = ["Blame", "Halt", "Joined", "OutputClosed", "Retire", "run_receiver"]
+
+_log = logging.getLogger("tszmq")
+
+_DRAIN_BATCHES = 32  # messages handled before those who wait are woken
+_DRAIN_SECONDS = 1.0  # how long a dead engine's last messages are looked for
+_UNREADABLE_IN_A_ROW = 3
+_MAX_FRAMES = 4096
+
+
+@attrs.frozen
+class Joined:
+    """An engine registered: forget what was known of its predecessor's output connection."""
+
+    engine_index: int
+    pid: int | None
+    max_batch_bytes: int
+
+
+@attrs.frozen
+class Retire:
+    """An engine is dead: deliver what it managed to send, then end what it held."""
+
+    engine_index: int
+    epoch: int
+    reason: str
+
+
+@attrs.frozen
+class OutputClosed:
+    """A connection of the output socket closed."""
+
+    fd: int
+
+
+@attrs.frozen
+class Blame:
+    """Nothing else told who sent this: every engine that may have is dead."""
+
+    fd: int
+    reason: str
+    unreadable: bool
+
+
+@attrs.frozen
+class Halt:
+    """End the thread."""
+
+
+def run_receiver(output: Owned[zmq.Socket[bytes]], orders: deque[Any], shared: Shared) -> None:
+    """The thread's whole life. Whatever happens in it, every waiter hears of it."""
+    socket = output.take()
+    try:
+        _Receiver(socket, orders, shared).run()
+    except BaseException as error:
+        # MemoryError and bugs of ours included: nobody else would tell the waiters.
+        shared.fail("the receiver thread", error)
+        _log.exception("tszmq: the receiver thread failed; the client is closed")
+    finally:
+        socket.disable_monitor()
+        socket.close(0)
+
+
+class _Receiver:
+    def __init__(self, socket: zmq.Socket[bytes], orders: deque[Any], shared: Shared) -> None:
+        self._socket = socket
+        self._orders = orders
+        self._shared = shared
+        self._decoder: BatchDecoder = shared.protocol.decoder()
+        self._wakes: list[Wakeable] = []
+        self._dead: list[Retire] = []
+        self._halted = False
+        self._sources = Attribution()
+        self._unreadable: dict[int, int] = {}  # fd -> messages in a row
+        self._max_bytes = 1 << 20
+
+    def run(self) -> None:
+        recv = self._socket.recv
+        while not self._halted:
+            self._take(recv(copy=False))
+            if self._wakes or self._dead:
+                self._drain()
+
+    def _drain(self) -> None:
+        """Take what else is ready, then wake once; look longer for a dead engine's last words."""
+        socket, limit = self._socket, time.monotonic() + _DRAIN_SECONDS
+        taken = 0
+        while socket.poll(0):
+            if taken >= _DRAIN_BATCHES and not self._dead:
+                break
+            if self._dead and time.monotonic() > limit:
+                break
+            self._take(socket.recv(copy=False))
+            taken += 1
+        wakes, self._wakes = self._wakes, []
+        wake_all(wakes)
+        dead, self._dead = self._dead, []
+        for order in dead:
+            self._retire(order)
+
+    def _take(self, frame: Any) -> None:
+        data = frame.bytes
+        frames = [data]
+        if frame.more:
+            frames += self._rest()
+        elif data == WAKE:
+            self._obey()
+            return
+        elif data == ENGINE_CORE_DEAD:
+            self._blame(frame.get(zmq.SRCFD), "it sent ENGINE_CORE_DEAD", unreadable=False)
+            return
+        try:
+            if len(data) > self._max_bytes:
+                raise DecodeError(
+                    f"a message of {len(data)} bytes, more than the {self._max_bytes} that the "
+                    "registered batch sizes can need"
+                )
+            batch = self._decoder.decode(frames)
+            with self._shared.state as flights:
+                applied = flights.apply(batch, time.monotonic())
+        except DecodeError as error:
+            self._note_unreadable(frame.get(zmq.SRCFD), error)
+            return
+        self._wakes += applied.wakes
+        if applied.owed:
+            self._shared.own_up(applied.owed)
+        if self._unreadable:
+            self._unreadable.pop(frame.get(zmq.SRCFD), None)
+        if applied.source is not None and not self._sources.knows(applied.source):
+            self._sources.learn(applied.source, frame.get(zmq.SRCFD))
+
+    def _rest(self) -> list[bytes]:
+        """The other frames of a message: they belong to it, whatever becomes of it."""
+        frames: list[bytes] = []
+        more = True
+        while more:
+            frame = self._socket.recv(copy=False)
+            more = frame.more
+            if len(frames) < _MAX_FRAMES:
+                frames.append(frame.bytes)
+        return frames
+
+    # -- engines that are dead or cannot be understood
+
+    def _note_unreadable(self, fd: int, error: DecodeError) -> None:
+        if not self._unreadable.get(fd):
+            _log.warning("tszmq: an output message is dropped: %s", error)
+        if len(self._unreadable) > 1000:  # strangers that come and go
+            self._unreadable.clear()
+        count = self._unreadable[fd] = self._unreadable.get(fd, 0) + 1
+        # Looked into once, and now and then again: a flood must not fill the log.
+        if count == _UNREADABLE_IN_A_ROW or count % 1000 == 0:
+            reason = f"{count} of its messages in a row could not be read, the last: {error!s:.300}"
+            self._blame(fd, reason, unreadable=True)
+
+    def _blame(self, fd: int, reason: str, *, unreadable: bool) -> None:
+        """Find out which engine it was; leave it to time when several may have been it."""
+        suspects = self._suspects(fd)
+        if len(suspects) == 1:
+            self._condemn(suspects[0], reason, unreadable)
+        elif suspects:
+            self._shared.mailbox.post(Suspect(None, reason, fd=fd, unreadable=unreadable))
+        else:
+            _log.warning("tszmq: a connection that belongs to no living engine: %s", reason)
+
+    def _suspects(self, fd: int) -> list[int]:
+        with self._shared.state as flights:
+            alive = [index for index, record in flights.engines.items() if not record.dropped]
+        return self._sources.suspects(fd, alive)
+
+    def _condemn(self, index: int, reason: str, unreadable: bool) -> None:
+        with self._shared.state as flights:
+            flights.suspend(index, reason)
+            epoch = flights.engines[index].epoch
+        self._unreadable.clear()
+        self._retire(Retire(index, epoch, reason), unreadable=unreadable)
+
+    def _retire(self, order: Retire, *, unreadable: bool = False) -> None:
+        kind = DecodeError if unreadable else EngineDead
+        index, reason = order.engine_index, order.reason
+        end = End(error=partial(_engine_dead, kind, index, reason), abort=True)
+        with self._shared.state as flights:
+            dropped = flights.drop(index, order.epoch, end, time.monotonic())
+            granted = flights.grant()
+        if dropped is None:
+            return
+        self._sources.forget(index)
+        wake_all(granted)
+        wake_all(request.gate for request in dropped)
+        self._shared.mailbox.post(Dropped(index, order.epoch, dropped))
+        _log.error("tszmq: engine %d is dead: %s; %d requests failed", index, reason, len(dropped))
+
+    # -- orders of the control thread
+
+    def _obey(self) -> None:
+        while self._orders:
+            order = self._orders.popleft()
+            self._actions[type(order)](self, order)
+
+    def _joined(self, order: Joined) -> None:
+        self._sources.join(order.engine_index, order.pid)
+        self._max_bytes = max(self._max_bytes, order.max_batch_bytes)
+
+    def _retire_soon(self, order: Retire) -> None:
+        self._dead.append(order)
+
+    def _output_closed(self, order: OutputClosed) -> None:
+        self._unreadable.pop(order.fd, None)
+        index = self._sources.closed(order.fd)
+        if index is None:
+            return
+        with self._shared.state as flights:
+            record = flights.engines[index]
+            dying = not record.info.alive
+        if dying:
+            self._dead.append(Retire(index, record.epoch, record.first_error or "it went away"))
+        else:
+            self._shared.mailbox.post(Suspect(index, "its output connection was lost"))
+
+    def _blame_all(self, order: Blame) -> None:
+        for index in self._suspects(order.fd):
+            self._condemn(index, order.reason, order.unreadable)
+
+    def _halt(self, _: Halt) -> None:
+        self._halted = True
+
+    _actions: dict[type, Callable[..., None]] = {  # noqa: RUF012 - a dispatch table
+        Joined: _joined,
+        Retire: _retire_soon,
+        OutputClosed: _output_closed,
+        Blame: _blame_all,
+        Halt: _halt,
+    }
+
+
+def _engine_dead(
+    kind: type[EngineDead], index: int, reason: str, partial_result: Completion
+) -> TszmqError:
+    return kind(
+        f"engine {index} is dead: {reason}; {partial_result.completion_tokens} tokens of the "
+        "request had come",
+        engine_index=index,
+        reason=reason,
+    )

@@ -1,0 +1,176 @@
+"""Sockets and threads of one client: started together, taken down together, once.
+
+``BoundClient`` and ``Client`` hold a session; its threads hold only what they share, so that a
+client that is merely forgotten is collected and its threads end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from tszmq.core.flights import Flights
+from tszmq.core.ids import WireIds
+from tszmq.core.policy import Policy
+from tszmq.core.startup import Startup
+from tszmq.errors import ClientClosed, ForkedClient, TszmqError
+from tszmq.net import mailbox as mail
+from tszmq.net.control import Settings, run_control
+from tszmq.net.mailbox import Mailbox
+from tszmq.net.receiver import run_receiver
+from tszmq.net.shared import Muster, Shared
+from tszmq.net.sockets import Sockets, bind_sockets
+from tszmq.ownership import Level, holds_a_lock, mutex
+from tszmq.types import Endpoints
+from tszmq.wire.base import WireProtocol
+
+__all__ = ["Session"]
+
+_EXIT_SECONDS = 0.8  # all sessions together, when the interpreter ends
+_open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+class Session:
+    """One set of sockets with its two threads.
+
+    Args:
+        endpoints: Validated addresses.
+        protocol: The wire.
+        engine_count: Engines that will come.
+        settings: For the control thread.
+        policy, max_inflight: For the routing.
+        max_message_bytes: What no single frame may exceed.
+        on_closed: Called in the control thread after everything is down.
+
+    Raises:
+        ConnectError: An address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        endpoints: Endpoints,
+        protocol: WireProtocol,
+        engine_count: int,
+        settings: Settings,
+        *,
+        policy: Policy | None,
+        max_inflight: int | None,
+        max_message_bytes: int,
+        on_closed: list[Callable[[], object]],
+    ) -> None:
+        self.ids = WireIds(secrets.token_hex(8))
+        self.engine_count = engine_count
+        self.bounded = max_inflight is not None
+        self.claimed = False
+        """Whether a ``Client`` has taken it over from the ``BoundClient``."""
+        startup = Startup(engine_count)
+        sockets = bind_sockets(endpoints, max_message_bytes)
+        self.endpoints = sockets.endpoints
+        self.shared = Shared(
+            state=mutex(Level.STATE, Flights(self.ids, policy, max_inflight)),
+            mailbox=Mailbox(),
+            protocol=protocol,
+            muster=Muster(startup.num_missing(), startup.describe_missing()),
+        )
+        self._threads = _threads(sockets, self.shared, startup, settings, on_closed)
+        for thread in self._threads:
+            thread.start()
+        # A forgotten session: the finalizer only posts; the threads do the rest.
+        self._finalizer = weakref.finalize(self, self.shared.mailbox.post, mail.Stop())
+        self._finalizer.atexit = False
+        _open_sessions.add(self)
+
+    def is_foreign(self) -> bool:
+        """Whether this is a forked child: its copies of locks and sockets must not be touched."""
+        return os.getpid() != self.shared.pid
+
+    def check_process(self) -> None:
+        """Raise ForkedClient in a child process."""
+        if self.is_foreign():
+            raise ForkedClient(
+                f"this client belongs to process {self.shared.pid}: make a new one in the child"
+            )
+
+    def is_closed(self) -> bool:
+        """Whether it was closed, or failed."""
+        with self.shared.state as flights:
+            return flights.closed is not None
+
+    def raise_if_closed(self) -> None:
+        """Raise why it is closed, if it is."""
+        with self.shared.state as flights:
+            closed = flights.closed
+        if closed is not None:
+            raise closed()
+
+    def close(self, timeout: float) -> None:
+        """Wake every waiter, then free the addresses. Any thread, any number of times.
+
+        Args:
+            timeout: Seconds to wait for the threads; they go on ending after that.
+        """
+        if self.is_foreign():
+            return
+        if holds_a_lock():
+            # The garbage collector runs this inside a guarded block: leave it to the thread.
+            self.shared.mailbox.post(mail.Stop())
+            return
+        self.shared.close(_closed)
+        self.shared.mailbox.post(mail.Stop())
+        self.join(timeout)
+
+    def join(self, timeout: float) -> None:
+        """Wait for both threads, unless this is one of them."""
+        deadline = time.monotonic() + timeout
+        if threading.current_thread() in self._threads:
+            return
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _closed() -> TszmqError:
+    return ClientClosed("the client was closed")
+
+
+def _threads(
+    sockets: Sockets,
+    shared: Shared,
+    startup: Startup,
+    settings: Settings,
+    on_closed: list[Callable[[], object]],
+) -> tuple[threading.Thread, threading.Thread]:
+    """Daemons: nothing of ours keeps a process alive. Targets are functions, not methods of
+    anything that could be kept from being collected."""
+    orders: deque[Any] = deque()
+    receiver = threading.Thread(
+        target=run_receiver,
+        args=(sockets.output, orders, shared),
+        name="tszmq-receiver",
+        daemon=True,
+    )
+    control = threading.Thread(
+        target=run_control,
+        args=(sockets, receiver, orders, shared, startup, settings, on_closed),
+        name="tszmq-control",
+        daemon=True,
+    )
+    return receiver, control
+
+
+@atexit.register
+def _close_all() -> None:
+    """The interpreter ends: tell the engines to stop, and do not wait long for anything."""
+    sessions = [session for session in _open_sessions if not session.is_foreign()]
+    for session in sessions:
+        session.shared.abandon(_closed)
+        session.shared.mailbox.post(mail.Stop(quiet=True))
+    deadline = time.monotonic() + _EXIT_SECONDS
+    for session in sessions:
+        session.join(max(0.0, deadline - time.monotonic()))

@@ -1,0 +1,111 @@
+"""What a client's threads and callers share. Threads hold this, never the client.
+
+The locks of a client, outermost first; nothing else is ever locked:
+
+    ``Level.READERS``  one a stream: its read position
+    ``Level.STATE``    ``Shared.state``: requests, load and in-flight ids, together
+
+Its threads, and what each owns:
+
+    ``tszmq-receiver``  the output socket: blocks, decodes, applies, wakes
+    ``tszmq-control``   every other socket: sends requests and aborts, greets engines, watches
+                        connections and clocks, ends what the two of them began
+
+Callers own no socket. They validate, encode, take a place under ``state``, post to ``mailbox``
+and wait at a ``Gate`` while they hold nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+
+import attrs
+
+from tszmq.core.flights import Flights
+from tszmq.core.request import End, Request, Wakeable
+from tszmq.errors import ClientClosed, TszmqError
+from tszmq.net.gate import Gate
+from tszmq.net.mailbox import Abort, Mailbox
+from tszmq.ownership import Mutex
+from tszmq.wire.base import WireProtocol
+
+__all__ = ["Muster", "Shared", "wake_all"]
+
+
+@attrs.frozen
+class Muster:
+    """How far the start-up is; replaced whole by the control thread, read by anyone.
+
+    Attributes:
+        missing: Engines that have not registered.
+        text: Who is missing and why, for people.
+        failed: What an engine said that failed to start, or None.
+    """
+
+    missing: int
+    text: str
+    failed: str | None = None
+
+
+@attrs.define(eq=False)
+class Shared:
+    """One client's common ground.
+
+    Attributes:
+        state: The one lock and what it owns.
+        mailbox: To the control thread.
+        protocol: The wire in use.
+        muster: The start-up, for whoever waits for engines at ``arrivals``.
+        arrivals: Woken when an engine registers, dies or fails to start.
+        pid: The process that the threads live in.
+    """
+
+    state: Mutex[Flights]
+    mailbox: Mailbox
+    protocol: WireProtocol
+    muster: Muster
+    arrivals: Gate = attrs.field(factory=Gate)
+    pid: int = attrs.field(factory=os.getpid)
+
+    def close(self, error: Callable[[], TszmqError]) -> None:
+        """No new requests; end the unfinished ones and wake every waiter. Idempotent."""
+        now = time.monotonic()
+        end = End(error=lambda _: error(), abort=True)
+        with self.state as flights:
+            unfinished = flights.close(error)
+            ended = [request for request in unfinished if flights.withdraw(request, end, now)]
+            waiting = flights.everyone_waiting()
+        self.own_up(ended)
+        wake_all(waiting)
+        wake_all(request.gate for request in ended)
+        self.arrivals.wake()
+
+    def abandon(self, error: Callable[[], TszmqError]) -> None:
+        """The process ends: abort what is unfinished at the engines, and wake nobody. Whoever
+        waits in a daemon thread would only have its error printed while everything ends."""
+        with self.state as flights:
+            unfinished = flights.close(error)
+        self.own_up(unfinished)
+
+    def fail(self, what: str, cause: BaseException) -> None:
+        """A thread of ours cannot go on: tell every waiter why."""
+
+        def error() -> TszmqError:
+            closed = ClientClosed(f"{what} failed, the client is closed: {cause!r:.500}")
+            closed.__cause__ = cause
+            return closed
+
+        self.close(error)
+
+    def own_up(self, ended: list[Request]) -> None:
+        """Abort what ended here but may go on at its engine."""
+        if ended:
+            self.mailbox.post(Abort(ended))
+
+
+def wake_all(gates: Iterable[Wakeable]) -> None:
+    """Wake each; under no lock."""
+    for gate in gates:
+        gate.wake()

@@ -1,0 +1,63 @@
+"""Engines that hold work and send nothing: warned about, and given up only when told so.
+
+Silence is not death: a long prefill, a compile or a debugger is silent too. It is counted per
+engine, and only while that engine holds work.
+"""
+
+from __future__ import annotations
+
+import logging
+
+__all__ = ["SilenceWatch"]
+
+_log = logging.getLogger("tszmq")
+
+
+class SilenceWatch:
+    """Decides what silence means. Told the time; keeps none itself.
+
+    Args:
+        timeout: Seconds after which a silent engine counts as dead, or None for never.
+        warning: Seconds after which it is warned about, once, or None for never.
+    """
+
+    def __init__(self, timeout: float | None, warning: float | None) -> None:
+        self._timeout = timeout
+        self._warning = warning
+        self._warned: set[int] = set()
+        limits = [limit for limit in (timeout, warning) if limit is not None]
+        self.interval: float | None = min(5.0, max(0.02, min(limits) / 5)) if limits else None
+        """How often to look, or None when nothing is watched."""
+        self._last: float | None = None
+        self._awake_since = 0.0
+
+    def overdue(self, quiet: dict[int, float], now: float) -> list[tuple[int, float]]:
+        """Which engines are to be given up.
+
+        Args:
+            quiet: Seconds of silence of each engine that holds work.
+            now: Monotonic seconds.
+        """
+        assert self.interval is not None
+        # This process slept (a suspended laptop, SIGSTOP): outputs may be there unread, and
+        # nobody's silence counts from before that.
+        if self._last is not None and now - self._last > 2 * self.interval + 1.0:
+            self._awake_since = now
+        self._last = now
+        awake = now - self._awake_since
+        self._warned &= quiet.keys()
+        dead = []
+        for index, seconds in quiet.items():
+            silent = min(seconds, awake)
+            if self._timeout is not None and silent > self._timeout:
+                dead.append((index, silent))
+            elif self._warning is None or silent <= self._warning:
+                self._warned.discard(index)
+            elif index not in self._warned:
+                self._warned.add(index)
+                _log.warning(
+                    "tszmq: engine %d holds requests and has sent nothing for %.1f s",
+                    index,
+                    silent,
+                )
+        return dead

@@ -1,0 +1,118 @@
+"""Placing a request and taking it back: what every calling thread does."""
+
+from __future__ import annotations
+
+import time
+
+from tszmq.core.request import End, Request, Wakeable
+from tszmq.errors import QueueFull
+from tszmq.net.gate import Gate
+from tszmq.net.mailbox import Add, Expire, Withdraw
+from tszmq.net.session import Session
+from tszmq.net.shared import wake_all
+from tszmq.ownership import holds_a_lock
+
+__all__ = ["admit", "expire_at", "give_up", "submit", "withdraw", "withdraw_all"]
+
+
+def admit(session: Session, request: Request, pinned: int | None, ticket: Wakeable) -> bool:
+    """Take a place without waiting; False when there is none.
+
+    Raises:
+        ClientClosed, EngineDead, InvalidRank: Nothing was reserved.
+    """
+    with session.shared.state as flights:
+        return flights.admit(request, pinned, time.monotonic(), ticket)
+
+
+def give_up(session: Session, ticket: Wakeable) -> None:
+    """A ticket will not be used: its turn goes to the next."""
+    if not session.bounded or session.is_foreign():
+        return
+    with session.shared.state as flights:
+        granted = flights.give_up(ticket)
+    wake_all(granted)
+
+
+def submit(
+    session: Session,
+    request: Request,
+    frames: list[bytes],
+    pinned: int | None,
+    deadline: float | None,
+) -> None:
+    """Place a request, waiting for a place until the deadline, and send it.
+
+    Raises:
+        QueueFull: No place until then.
+        ClientClosed, EngineDead, InvalidRank: Nothing was reserved.
+    """
+    if not session.bounded:
+        admit(session, request, pinned, request.gate)
+    else:
+        _wait_for_place(session, request, pinned, deadline)
+    session.shared.mailbox.post(Add(request, frames))
+
+
+def _wait_for_place(
+    session: Session, request: Request, pinned: int | None, deadline: float | None
+) -> None:
+    turn = _Turn()
+    try:
+        while not admit(session, request, pinned, turn):
+            if not turn.wait(turn.take, deadline):
+                raise QueueFull(
+                    "max_inflight requests are unfinished and none ended in time: wait longer, "
+                    "or raise max_inflight"
+                )
+    except BaseException:
+        give_up(session, turn)
+        raise
+
+
+class _Turn(Gate):
+    """A place in the queue: remembers that it was woken."""
+
+    __slots__ = ("_woken",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._woken = False
+
+    def wake(self) -> None:
+        self._woken = True
+        super().wake()
+
+    def take(self) -> bool:
+        """Whether it was woken since the last call."""
+        woken, self._woken = self._woken, False
+        return woken
+
+
+def expire_at(session: Session, request: Request, deadline: float, timeout: float) -> None:
+    """Have the request end at its deadline even if nobody reads."""
+    session.shared.mailbox.post(Expire(deadline, timeout, request))
+
+
+def withdraw(session: Session, request: Request, end: End) -> None:
+    """End a request from this side and abort it; no-op when it has ended or was never placed."""
+    withdraw_all(session, [request], end)
+
+
+def withdraw_all(session: Session, requests: list[Request], end: End) -> None:
+    """The same for several, in one step."""
+    if not requests or session.is_foreign():
+        return
+    shared = session.shared
+    if holds_a_lock():
+        # A finalizer of the caller's, run by the collector inside a guarded block.
+        for request in requests:
+            shared.mailbox.post(Withdraw(request))
+        return
+    now = time.monotonic()
+    with shared.state as flights:
+        ended = [request for request in requests if flights.withdraw(request, end, now)]
+        granted = flights.grant()
+    wake_all(granted)
+    shared.own_up(ended)
+    wake_all(request.gate for request in ended)

@@ -1,0 +1,141 @@
+"""From a caller's arguments to a request and its frames: everything checked, nothing changed."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import attrs
+
+from tszmq.core.ids import WireIds
+from tszmq.core.request import Group, Request, Wakeable
+from tszmq.errors import EngineDead, InvalidRank, InvalidRequest
+from tszmq.net.shared import Shared
+from tszmq.types import EngineInfo, SamplingParams, token_id_list
+from tszmq.wire.base import AddRequest
+
+__all__ = ["Preparer", "check_timeout"]
+
+_DEFAULT_PARAMS = SamplingParams()
+
+
+def check_timeout(timeout: object, what: str) -> float:
+    """A number of seconds, not negative and not NaN.
+
+    Raises:
+        TypeError, InvalidRequest: It is not.
+    """
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"{what} must be a number of seconds or None, got {timeout!r}")
+    if math.isnan(timeout) or timeout < 0:
+        raise InvalidRequest(f"{what} must be at least 0 seconds, got {timeout}")
+    return float(timeout)
+
+
+class Preparer:
+    """Validates and encodes; any thread, under no lock.
+
+    Args:
+        ids: Makes the wire ids.
+        shared: For the engines' registrations.
+    """
+
+    def __init__(self, ids: WireIds, shared: Shared) -> None:
+        self._ids = ids
+        self._shared = shared
+
+    def prepare(
+        self,
+        ids: object,
+        params: object,
+        *,
+        label: object,
+        rank: object,
+        priority: object,
+        gate: Wakeable,
+        chunks: bool,
+        streaming: bool = False,
+        group: Group | None = None,
+        position: int = 0,
+    ) -> tuple[Request, list[bytes]]:
+        """A request that is not admitted yet, and the frames that will ask for it.
+
+        Args:
+            ids, params, label, rank, priority: The caller's, unchecked.
+            gate: Where its end is waited for.
+            chunks: Whether the engine should send tokens as they come.
+            streaming: Whether somebody reads them as they come.
+            group, position: Of a bulk call.
+
+        Raises:
+            TypeError, InvalidRequest: With what is wrong.
+            EngineDead: The pinned engine is dead, or every engine is.
+            ClientClosed, ForkedClient.
+        """
+        now = time.monotonic()
+        tokens = token_id_list(ids, what="the prompt's token ids")
+        if params is None:
+            params = _DEFAULT_PARAMS
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+        if label is not None and not isinstance(label, str):
+            raise TypeError(f"request_id must be a str, got {type(label).__name__}")
+        if priority is not None and (isinstance(priority, bool) or not isinstance(priority, int)):
+            raise TypeError(f"priority must be an int, got {priority!r}")
+        engine = self._engine(rank)
+        protocol = self._shared.protocol
+        protocol.check(tokens, params, priority, engine)
+        wire_id = self._ids.new()
+        frames = protocol.encode_add(AddRequest(wire_id, tokens, params, chunks, priority, engine))
+        request = Request(
+            wire_id,
+            len(tokens),
+            gate,
+            now,
+            label=label,
+            logprobs=params.logprobs,
+            streaming=streaming,
+            group=group,
+            position=position,
+        )
+        return request, frames
+
+    def _engine(self, rank: object) -> EngineInfo:
+        """What to validate against: the pinned engine, or the narrowest of the living ones."""
+        if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int)):
+            raise TypeError(f"data_parallel_rank must be an int or None, got {rank!r}")
+        with self._shared.state as flights:
+            if flights.closed is not None:
+                raise flights.closed()
+            infos = {index: record.info for index, record in flights.engines.items()}
+        if rank is not None:
+            return _pinned(rank, infos)
+        alive = [info for info in infos.values() if info.alive]
+        if not alive:
+            raise EngineDead("every engine is dead: restart one, or close this client")
+        return alive[0] if len(alive) == 1 else _narrowest(alive)
+
+
+def _pinned(rank: int, infos: dict[int, EngineInfo]) -> EngineInfo:
+    info = infos.get(rank)
+    if info is None:
+        raise InvalidRank(
+            f"data_parallel_rank={rank} names no engine of this client; there are "
+            f"{', '.join(map(str, sorted(infos)))}"
+        )
+    if not info.alive:
+        raise EngineDead(
+            f"data_parallel_rank={rank} names an engine that is dead", engine_index=rank
+        )
+    return info
+
+
+def _narrowest(infos: list[EngineInfo]) -> EngineInfo:
+    """The strictest limits of all: an unpinned request may go to any of them."""
+    lengths = [info.max_model_len for info in infos if info.max_model_len > 0]
+    caches = [i.kv_cache_size_tokens for i in infos if i.kv_cache_size_tokens is not None]
+    return attrs.evolve(
+        infos[0],
+        max_model_len=min(lengths, default=0),
+        kv_cache_size_tokens=min(caches, default=None),
+    )

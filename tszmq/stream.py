@@ -1,0 +1,158 @@
+"""The consuming half of one request: an iterator that blocks, and aborts when it is left."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import NoReturn
+
+from tszmq.core.request import ABORTED, End, Request
+from tszmq.errors import TszmqError
+from tszmq.net.gate import Gate
+from tszmq.net.mailbox import Withdraw
+from tszmq.net.session import Session
+from tszmq.net.submit import withdraw
+from tszmq.ownership import Level, lock
+from tszmq.types import Completion, TokenChunk
+
+__all__ = ["RequestStream"]
+
+
+class RequestStream:
+    """Chunks of one request, made by ``Client.stream``.
+
+    Iterating blocks until there is something. A reader that lags gets one chunk with all that
+    came meanwhile; several threads may iterate, and each chunk goes to one of them. Leaving
+    the ``with`` block, ``close()``, dropping the last reference and an exception in ``next()``
+    (Ctrl-C too) abort the request if it is unfinished, once.
+
+    Any thread may call any method.
+    """
+
+    def __init__(self, session: Session, request: Request, gate: Gate) -> None:
+        self._session = session
+        self._request = request
+        self._gate = gate
+        self._readers = lock(Level.READERS)
+        self._taken = 0
+        self._over = False  # closed, or its last chunk was taken
+
+    @property
+    def request_id(self) -> str | None:
+        """The caller's label."""
+        return self._request.label
+
+    @property
+    def engine_index(self) -> int:
+        """The engine that serves it."""
+        return self._request.engine_index
+
+    @property
+    def finished(self) -> bool:
+        """Whether the request has ended, whatever was read of it."""
+        return self._request.end is not None
+
+    def __iter__(self) -> RequestStream:
+        return self
+
+    def __next__(self) -> TokenChunk:
+        """The next chunk; blocks.
+
+        Raises:
+            StopIteration: After the chunk with a ``finish_reason``, or once closed.
+            TszmqError: The request ended with an error; a new exception at each call.
+        """
+        self._session.check_process()
+        try:
+            return self._next()
+        except (StopIteration, TszmqError):
+            raise
+        except BaseException:
+            self.close()
+            raise
+
+    def _next(self) -> TokenChunk:
+        request = self._request
+        while True:
+            # end before visible: what is visible once it has ended is all there is.
+            end = request.end
+            with self._readers:
+                chunk = None if self._over else self._take(end)
+            if chunk is not None:
+                return chunk
+            if self._over:
+                raise StopIteration
+            if end is not None:
+                request.result()  # raises: an end without an error gives a last chunk
+            self._gate.wait(self._has_news)
+
+    def _has_news(self) -> bool:
+        request = self._request
+        return self._over or request.end is not None or request.visible > self._taken
+
+    def _take(self, end: End | None) -> TokenChunk | None:
+        """What came since the last chunk; under the readers' lock."""
+        request = self._request
+        start, stop = self._taken, request.visible
+        finish_reason = None if end is None else end.finish_reason
+        if start == stop and finish_reason is None:
+            return None
+        self._taken = stop
+        self._over = finish_reason is not None
+        logprobs, top = request.logprobs, request.top_logprobs
+        return TokenChunk(
+            request_id=request.label,
+            token_ids=request.tokens[start:stop].tolist(),
+            finish_reason=finish_reason,
+            logprobs=None if logprobs is None else logprobs[start:stop].tolist(),
+            prompt_tokens=request.prompt_tokens,
+            completion_tokens=stop,
+            cached_tokens=request.cached_tokens,
+            top_logprobs=None if top is None else top[start:stop],
+        )
+
+    def close(self) -> None:
+        """Abort if unfinished; a reader blocked elsewhere gets StopIteration. Never blocks."""
+        self._over = True
+        request = self._request
+        if request.end is None:
+            withdraw(self._session, request, ABORTED)
+        self._gate.wake()
+
+    def result(self, timeout: float | None = None) -> Completion:
+        """Wait for the end, and return the whole output, what was read included.
+
+        Args:
+            timeout: Seconds to wait for, as in ``concurrent.futures``: it ends the waiting,
+                not the request.
+
+        Raises:
+            TimeoutError: The request goes on.
+            TszmqError: As the request ended.
+        """
+        self._session.check_process()
+        request = self._request
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if not self._gate.wait(lambda: request.end is not None, deadline):
+            raise TimeoutError(f"the request has not finished after {timeout} s; it goes on")
+        return request.result()
+
+    def __enter__(self) -> RequestStream:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # Anywhere the collector runs: post, take no lock.
+        request = getattr(self, "_request", None)
+        if request is not None and request.end is None and not self._session.is_foreign():
+            self._session.shared.mailbox.post(Withdraw(request))
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a RequestStream cannot be copied or pickled; take its result() instead")
