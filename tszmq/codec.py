@@ -86,6 +86,7 @@ def unpack(
     what: str = "a msgpack object",
     *,
     ext_hook: Callable[[int, bytes], Any] | None = None,
+    int_keys: bool = False,
 ) -> Any:
     """The one object that ``data`` is.
 
@@ -93,14 +94,16 @@ def unpack(
         data: A whole message.
         what: What was expected, for the error text.
         ext_hook: Reads extension types; without it they are errors.
+        int_keys: Let maps have keys other than str.
 
     Raises:
         DecodeError: ``data`` is not exactly one msgpack object: malformed, truncated, followed
             by more bytes, nested too deeply (about 1,000 levels), not UTF-8 in a string, or a
             map with a key that is not a string.
     """
+    option = ormsgpack.OPT_NON_STR_KEYS if int_keys else None
     try:
-        pair = ormsgpack.unpackb(_OPEN + data + HOLE, ext_hook=ext_hook)
+        pair = ormsgpack.unpackb(_OPEN + data + HOLE, ext_hook=ext_hook, option=option)
     except Exception as error:
         raise _unreadable(data, what, str(error)) from None
     if pair[1] != PLACEHOLDER:

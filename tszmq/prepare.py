@@ -86,7 +86,9 @@ class Preparer:
         protocol = self._shared.protocol
         protocol.check(tokens, params, priority, engine)
         wire_id = self._ids.new()
-        frames = protocol.encode_add(AddRequest(wire_id, tokens, params, chunks, priority, engine))
+        frames = protocol.encode_add(
+            AddRequest(wire_id, tokens, params, chunks, priority, engine, time.time())
+        )
         request = Request(
             wire_id,
             len(tokens),

@@ -234,6 +234,7 @@ class EngineInfo:
         instance_id: The model's name, or the instance's.
         kv_cache_size_tokens: Tokens that the KV cache holds, or None when not said.
         registration: Every key of the registration, as it came.
+        lockstep: It steps together with the other ranks of its group, and dies with them.
     """
 
     engine_index: int
@@ -253,6 +254,7 @@ class EngineInfo:
     instance_id: str = ""
     kv_cache_size_tokens: int | None = None
     registration: Mapping[str, Any] = attrs.field(factory=dict, repr=False)
+    lockstep: bool = False
 
 
 @attrs.frozen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -22,9 +23,35 @@ SEEDS = [frames(vector)[0] for vector in vectors("BatchTokenIDOutSlim")]
 def outcome(read: Callable[[bytes], EngineBatch], data: bytes) -> Any:
     """What a reader makes of a message, comparable and with its types."""
     try:
-        return repr(attrs.asdict(read(data)))
+        batch = read(data)
     except DecodeError:
         return None
+    check_one_each(batch)
+    batch.one_each = None  # the quick way's alone
+    return repr(attrs.asdict(batch))
+
+
+def check_one_each(batch: EngineBatch) -> None:
+    """What it repeats is what the columns say."""
+    step = batch.one_each
+    if step is None:
+        return
+    assert [[token] for token in step.tokens] == batch.token_ids
+    assert batch.num_finished == 0
+    assert batch.completion_tokens == array("I", step.counts).tolist()
+    if step.logprobs is None:
+        assert batch.logprobs is None
+    else:
+        assert repr([[value] for value in step.logprobs]) == repr(batch.logprobs)
+
+
+def test_the_quick_way_repeats_a_step_of_one_token_each() -> None:
+    for seed in SEEDS:
+        batch = TokenSpeedDecoder().decode([seed])
+        usual = len(unpack(seed)) == 14 and batch.num_finished == 0 and bool(batch.request_ids)
+        scored = batch.logprobs is None or all(batch.logprobs)
+        single = usual and scored and all(len(row) == 1 for row in batch.token_ids)
+        assert (batch.one_each is not None) == single
 
 
 def agree(messages: list[bytes]) -> list[Any]:

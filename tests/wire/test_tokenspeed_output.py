@@ -50,7 +50,12 @@ def test_captured_batches_are_read(vector: dict[str, Any]) -> None:
         logprobs=logprobs if any(logprobs) else None,
         load=load_of(fields) if elements >= 14 else None,
     )
-    assert attrs.asdict(decode(frames(vector)[0])) == attrs.asdict(expected)
+    assert columns_of(decode(frames(vector)[0])) == columns_of(expected)
+
+
+def columns_of(batch: EngineBatch) -> dict[str, Any]:
+    """All of it, less the form of it that is only there to be quick."""
+    return {**attrs.asdict(batch), "one_each": None}
 
 
 def test_the_sentinel_is_no_batch() -> None:
@@ -125,7 +130,7 @@ def test_frames_after_the_batch_are_not_looked_at() -> None:
 @pytest.mark.parametrize("later", [None, 1, "x", [], {"a": [1]}, True, 2.5, b"raw"])
 def test_later_elements_are_skipped_whatever_they_are(rows: int, later: Any) -> None:
     read = decode(pack([*batch(rows), later]))
-    assert attrs.asdict(read) == attrs.asdict(decode(pack(batch(rows))))
+    assert columns_of(read) == columns_of(decode(pack(batch(rows))))
 
 
 @pytest.mark.parametrize("elements", [11, 12, 13])

@@ -8,11 +8,9 @@ it is told the time, and returns whom to wake once the lock is released.
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from operator import length_hint
 from typing import TypeVar
 
 import attrs
@@ -21,8 +19,8 @@ from tszmq.core.ids import WireIds
 from tszmq.core.policy import Policy
 from tszmq.core.request import End, Request, Wakeable
 from tszmq.core.routing import RoutingState
+from tszmq.core.rows import Applied, Rows
 from tszmq.errors import (
-    DecodeError,
     EnginePaused,
     RequestRejected,
     TokensLost,
@@ -33,7 +31,6 @@ from tszmq.wire.base import RUNNING, EngineBatch, RowDetail
 
 __all__ = ["Applied", "EngineRecord", "Flights"]
 
-_extend = array.fromlist
 _T = TypeVar("_T")
 
 
@@ -60,21 +57,6 @@ class EngineRecord:
     dropped: bool = False
 
 
-@attrs.frozen(eq=False)
-class Applied:
-    """What is to be done once the lock is released.
-
-    Attributes:
-        wakes: Whom to wake.
-        owed: Requests that ended here while their engine may still generate: abort them.
-        source: The engine it came from, or None for a batch that is none of ours.
-    """
-
-    wakes: list[Wakeable]
-    owed: list[Request]
-    source: int | None
-
-
 class Flights:
     """Requests, load and in-flight places of one client.
 
@@ -96,11 +78,9 @@ class Flights:
         self._epochs = 0
         self._queue: deque[Wakeable] = deque()  # waiting for a place, first come first served
         self._granted: set[Wakeable] = set()  # woken to take one
-        # The rows of the last batch: the next one usually has the same ids.
-        self._ids: list[str] = []
-        self._rows: list[Request] = []
-        self._arrays: list[array[int]] = []
-        self._streams: list[int] = []
+        self._rows = Rows([], [])
+        self._hidden = False  # streams among the rows have tokens that were not shown
+        self._shown: list[Wakeable] = []  # readers of rows that are remembered no more
 
     # -- engines
 
@@ -137,6 +117,7 @@ class Flights:
             return None
         self.suspend(index, "dropped")
         record.dropped = True
+        self._rows.spill()
         dropped = [self.requests[request_id] for request_id in self.routing.drop_engine(index)]
         for request in dropped:
             self._finish(request, end, now)
@@ -175,9 +156,11 @@ class Flights:
             if ticket not in self._queue:
                 self._queue.append(ticket)
             return False
-        index = self.routing.reserve(request.wire_id, request.prompt_tokens, pinned)
+        index = self.routing.choose(request.prompt_tokens, pinned)
+        # Listed before the place is taken: whatever interrupts the rest, withdraw() undoes it.
         request.engine_index = index
         self.requests[request.wire_id] = request
+        self.routing.place(index, request.wire_id, request.prompt_tokens)
         self._granted.discard(ticket)
         request.admitted = now
         if self.routing.inflight(index) == 1:
@@ -215,6 +198,7 @@ class Flights:
             return False
         if request.wire_id not in self.requests:
             return False
+        self._rows.spill()
         self.routing.release(request.engine_index, request.wire_id, len(request.tokens))
         self._finish(request, end, now)
         return True
@@ -233,11 +217,12 @@ class Flights:
 
     def _finish(self, request: Request, end: End, now: float) -> None:
         """The request is over. Its place is freed by the caller, under the same lock."""
-        del self.requests[request.wire_id]
-        self._ids = []  # the remembered rows hold it
-        request.ended = now
         if request.streaming:
             request.publish()
+        # No call from here to the end's being set: a signal that comes between must not lose it.
+        del self.requests[request.wire_id]
+        self._rows.ids = []  # they hold it: the next batch has other rows
+        request.ended = now
         request.end = end
         group = request.group
         if group is not None:
@@ -253,134 +238,110 @@ class Flights:
         Raises:
             DecodeError: A token id is not an int in [0, 2**32); nothing was stored.
         """
-        known = batch
-        ids = batch.request_ids  # decoders hand out the same list while the ids stay the same
-        if not self._ids or not (ids is self._ids or ids == self._ids):
-            known = self._resolve(batch)
         rows = self._rows
-        if not rows:
-            return Applied([], [], self._apply_load(batch, now))
-        self._store(known.token_ids)
-        if known.logprobs is not None:
-            self._store_logprobs(known.logprobs)
-        if known.details is not None:
-            self._store_details(known)
-        ended = self._ends(known) if known.num_finished else {}
-        counts = known.completion_tokens
-        if counts is not None and counts != list(map(len, self._arrays)):
-            self._find_gaps(counts, ended)
-        self._commit(known, ended, now)
-        return self._deliver(known, ended, now)
+        if not rows.are(batch.request_ids):
+            rows.spill()
+            self._show()
+            known, rows = self._resolve(batch)
+            if not rows.requests:
+                return Applied([], [], self._apply_load(batch, now))
+            batch = known
+        elif rows.take_step(batch):
+            source = rows.source
+            load = batch.load if batch.engine_index == source else None
+            self.routing.advance(source, load, len(rows.arrays))
+            self.engines[source].last_output = now
+            self._hidden = bool(rows.streams)
+            return rows.nothing_to_do
+        else:
+            rows.spill()
+        rows.store(batch.token_ids)
+        rows.store_logprobs(batch)
+        rows.store_details(batch)
+        ended = self._ends(rows, batch) if batch.num_finished else {}
+        counts = batch.completion_tokens
+        if counts is not None and counts != list(map(len, rows.arrays)):
+            self._find_gaps(rows, counts, ended)
+        self._commit(rows, batch, ended, now)
+        if not ended:
+            rows.open_steps(batch)
+        return self._deliver(rows, batch, ended, now)
 
-    def _resolve(self, batch: EngineBatch) -> EngineBatch:
+    def _resolve(self, batch: EngineBatch) -> tuple[EngineBatch, Rows]:
         """Look the ids up, drop the rows of requests that are not (or no longer) ours."""
-        rows = list(map(self.requests.get, batch.request_ids))
-        if None in rows:
-            batch = _only(batch, [i for i, row in enumerate(rows) if row is not None])
-        self._rows = [row for row in rows if row is not None]
-        self._ids = batch.request_ids
-        self._arrays = [row.tokens for row in self._rows]
-        self._streams = [i for i, row in enumerate(self._rows) if row.streaming]
-        return batch
+        found = list(map(self.requests.get, batch.request_ids))
+        if None in found:
+            batch = _only(batch, [i for i, row in enumerate(found) if row is not None])
+        self._rows = Rows(batch.request_ids, [row for row in found if row is not None])
+        return batch, self._rows
 
-    def _store(self, token_ids: list[list[int]]) -> None:
-        """Append each row's tokens. The arrays prove the types: they take nothing but ints."""
-        pending = iter(self._arrays)
-        try:
-            # One pass in C: nothing else runs between two rows.
-            any(map(_extend, pending, token_ids))
-        except (TypeError, OverflowError) as error:
-            stored = len(self._arrays) - length_hint(pending) - 1
-            for tokens, ids in zip(self._arrays[:stored], token_ids, strict=False):
-                if ids:
-                    del tokens[-len(ids) :]
-            self._ids = []
-            raise DecodeError(f"a token id is not an int in [0, 2**32): {error!s:.80}") from None
-
-    def _store_logprobs(self, columns: list[list[float]]) -> None:
-        for row, values in zip(self._rows, columns, strict=True):
-            if values and row.logprobs is not None:
-                row.logprobs.fromlist(values)
-
-    def _store_details(self, batch: EngineBatch) -> None:
-        assert batch.details is not None
-        for position, detail in batch.details.items():
-            row = self._rows[position]
-            if detail.top_logprobs is not None:
-                row.top_logprobs = [*(row.top_logprobs or ()), *detail.top_logprobs]
-            if row.detail is not None and detail.prompt_logprobs is None:
-                detail.prompt_logprobs = row.detail.prompt_logprobs
-            row.detail = detail
-
-    def _ends(self, batch: EngineBatch) -> dict[int, End]:
+    @staticmethod
+    def _ends(rows: Rows, batch: EngineBatch) -> dict[int, End]:
         """Row number to how that row's request ended."""
         ends: dict[int, End] = {}
         for position, reason in enumerate(batch.finish_reasons):
             if reason:
-                row = self._rows[position]
+                row = rows.requests[position]
                 ends[position] = _ending(row, reason)
                 if batch.cached_tokens is not None:
                     row.cached_tokens = batch.cached_tokens[position]
         return ends
 
-    def _find_gaps(self, counts: list[int], ended: dict[int, End]) -> None:
+    @staticmethod
+    def _find_gaps(rows: Rows, counts: list[int], ended: dict[int, End]) -> None:
         """A row that counts more tokens than arrived has lost a message: end it with that."""
         for position, count in enumerate(counts):
-            if count > len(self._arrays[position]):
+            if count > len(rows.arrays[position]):
                 ended[position] = End(
                     error=partial(_tokens_lost, count),
                     abort=position not in ended,
                 )
 
-    def _commit(self, batch: EngineBatch, ended: dict[int, End], now: float) -> None:
+    def _commit(self, rows: Rows, batch: EngineBatch, ended: dict[int, End], now: float) -> None:
         """Load and releases in one step. The rows tell whose batch it is: ids are secret to the
         engine that got them, while old senders name no engine and a broken one the wrong one."""
-        rows = self._rows
-        source = rows[0].engine_index
-        finished = []
-        for position in ended:
-            row = rows[position]
-            if row.engine_index == source:
-                finished.append((row.wire_id, len(row.tokens)))
-            else:
-                self.routing.release(row.engine_index, row.wire_id, len(row.tokens))
-        self.routing.commit(
-            source,
-            batch.load if batch.engine_index == source else None,
-            self._started(source, now),
-            sum(map(len, batch.token_ids)),
-            finished,
-        )
+        requests, source = rows.requests, rows.source
+        for index in rows.sources:
+            token_ids = batch.token_ids
+            if len(rows.sources) > 1:  # a broken sender: every engine's figures stay its own
+                pairs = zip(requests, token_ids, strict=True)
+                token_ids = [ids for row, ids in pairs if row.engine_index == index]
+            ending = [requests[i] for i in ended if requests[i].engine_index == index]
+            self.routing.commit(
+                index,
+                batch.load if index == source == batch.engine_index else None,
+                self._started(rows, index, now),
+                len(token_ids) if batch.one_each is not None else sum(map(len, token_ids)),
+                [(row.wire_id, len(row.tokens)) for row in ending],
+            )
         self.engines[source].last_output = now
 
-    def _started(self, source: int, now: float) -> list[str]:
+    def _started(self, rows: Rows, source: int, now: float) -> list[str]:
         """Those whose first token this batch brings."""
         unstarted = self.routing.unstarted(source)
         if not unstarted:
             return []
         started = []
-        for request_id in unstarted.keys() & self._ids:
+        for request_id in unstarted.keys() & rows.ids:
             request = self.requests[request_id]
             if request.tokens:
                 request.first = now
                 started.append(request_id)
         return started
 
-    def _deliver(self, batch: EngineBatch, ended: dict[int, End], now: float) -> Applied:
+    def _deliver(
+        self, rows: Rows, batch: EngineBatch, ended: dict[int, End], now: float
+    ) -> Applied:
         """Show readers what came, and end what ended."""
         wakes: list[Wakeable] = []
         owed: list[Request] = []
-        rows = self._rows
-        for position in self._streams:
-            row = rows[position]
-            if batch.cached_tokens is not None:
-                row.cached_tokens = batch.cached_tokens[position]
-            row.publish()
-            if row.group is not None:
-                row.group.touched[row] = None
-            wakes.append(row.gate)
+        requests = rows.requests
+        self._hidden = bool(rows.streams)
+        if rows.streams and batch.cached_tokens is not None:
+            for position in rows.streams:
+                requests[position].cached_tokens = batch.cached_tokens[position]
         for position, end in ended.items():
-            row = rows[position]
+            row = requests[position]
             if row.end is None:
                 self._finish(row, end, now)
                 if end.abort:
@@ -389,7 +350,23 @@ class Flights:
                     wakes.append(row.gate)
         if ended:
             wakes += self.grant()
-        return Applied(wakes, owed, rows[0].engine_index)
+        return Applied(wakes, owed, rows.source, self._hidden)
+
+    def reveal(self) -> list[Wakeable]:
+        """Show readers what was stored since the last call. Returns whom to wake for it.
+
+        Once for as many batches as are ready: a reader that is woken for each token costs more
+        than everything else together.
+        """
+        self._rows.spill()
+        self._show()
+        shown, self._shown = self._shown, []
+        return shown
+
+    def _show(self) -> None:
+        if self._hidden:
+            self._hidden = False
+            self._shown += self._rows.publish()
 
     def _apply_load(self, batch: EngineBatch, now: float) -> int | None:
         """A batch without a row of ours: believed only from an engine that works for us.

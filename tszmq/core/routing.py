@@ -11,8 +11,9 @@ A plain object: no thread, socket or clock. Invariants, at every moment between 
 * no report lowers the own in-flight count;
 * each sum equals what its ids say, and is zero for an empty engine.
 
-The callers of ``reserve`` and ``release`` may be interrupted by a signal between any two
-bytecodes that call something. Their changes are therefore written without calls in between.
+``place`` and ``release`` run in callers' threads, where a signal handler may raise at any call.
+Ids and sums therefore change without a call in between, and ``release`` makes whole what was
+cut off after that, whether or not it still finds the id.
 """
 
 from __future__ import annotations
@@ -130,15 +131,20 @@ class RoutingState:
             InvalidRank: The pin names an engine that does not exist.
             EngineDead: The pin names a dead one, or every engine is dead.
         """
-        index = self._choose(prompt_tokens, pinned)
+        index = self.choose(prompt_tokens, pinned)
+        self.place(index, request_id, prompt_tokens)
+        return index
+
+    def place(self, index: int, request_id: str, prompt_tokens: int) -> None:
+        """The second half of ``reserve``: take a place on the chosen engine."""
         engine = self._engines[index]
         engine.inflight[request_id] = prompt_tokens
         engine.unstarted[request_id] = prompt_tokens
         engine.pending_prompt_tokens += prompt_tokens
         self._rescore(engine)
-        return index
 
-    def _choose(self, prompt_tokens: int, pinned: int | None) -> int:
+    def choose(self, prompt_tokens: int, pinned: int | None = None) -> int:
+        """The first half of ``reserve``, arguments and errors as there: take nothing yet."""
         if pinned is not None:
             return self._check_pin(pinned)
         if not self._alive:
@@ -150,7 +156,9 @@ class RoutingState:
         count = len(scores)
         start = self._turn % count
         position = self._policy.pick(scores, start)
-        self._turn = (start + 1) % count
+        # After the one chosen, not after the last start: else the neighbour of a busy engine
+        # would get that one's share as well as its own.
+        self._turn = position + 1
         return self._alive[position]
 
     def _check_pin(self, pinned: int) -> int:
@@ -199,6 +207,17 @@ class RoutingState:
         engine.settle()
         self._rescore(engine)
 
+    def advance(self, index: int, load: EngineLoad | None, generated: int) -> None:
+        """``commit`` of a batch that starts and finishes nothing; arguments as there."""
+        engine = self._engines.get(index)
+        if engine is None:
+            return
+        engine.resident_tokens += generated
+        if load is not None and load is not engine.load:
+            engine.load = load
+            engine.settle()
+        self._rescore(engine)
+
     def release(self, index: int, request_id: str, generated: int = 0) -> bool:
         """Give a place back; only the first release of an id counts.
 
@@ -211,11 +230,13 @@ class RoutingState:
             Whether this call released it.
         """
         engine = self._engines.get(index)
-        if engine is None or not self._remove(engine, request_id, generated):
+        if engine is None:
             return False
+        released = self._remove(engine, request_id, generated)
+        # Also when it was not: an earlier release of it may have been interrupted here.
         engine.settle()
         self._rescore(engine)
-        return True
+        return released
 
     @staticmethod
     def _remove(engine: _Engine, request_id: str, generated: int) -> bool:

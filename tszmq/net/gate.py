@@ -52,13 +52,17 @@ class Gate:
             self._sleepers.append(sleeper)
             try:
                 if ready():
+                    self._leave(sleeper)
                     return True
                 timeout = remaining(deadline)
                 if timeout is not None and timeout <= 0:
+                    self._leave(sleeper)
                     return False
-                sleeper.acquire(True, -1 if timeout is None else timeout)
-            finally:
+                if not sleeper.acquire(True, -1 if timeout is None else timeout):
+                    self._leave(sleeper)
+            except BaseException:
                 self._leave(sleeper)
+                raise
         return True
 
     def _leave(self, sleeper: threading.Lock) -> None:

@@ -6,11 +6,16 @@ import os
 import socket
 import struct
 
-__all__ = ["Attribution", "local_host", "peer_pid"]
+CLOSED = -1
+
+__all__ = ["CLOSED", "Attribution", "local_host", "peer_pid"]
 
 
 def peer_pid(fd: int) -> int | None:
-    """The process at the other end of a local socket, or None where the kernel does not say.
+    """The process at the other end of a local socket.
+
+    Returns:
+        None where the kernel does not say, ``CLOSED`` for a connection that is gone.
 
     Args:
         fd: A descriptor of libzmq's; it is not closed, and may be closed meanwhile.
@@ -24,7 +29,7 @@ def peer_pid(fd: int) -> int | None:
                 return None
             credentials = duplicate.getsockopt(socket.SOL_SOCKET, option, struct.calcsize("3i"))
     except OSError:
-        return None
+        return CLOSED
     pid: int = struct.unpack("3i", credentials)[0]
     return pid or None
 
@@ -87,6 +92,8 @@ class Attribution:
         if known is not None:
             return [known] if known in alive else []
         pid = peer_pid(fd)
+        if pid == CLOSED:
+            return []  # an engine that lives has its connection
         return [
             index
             for index in alive

@@ -100,6 +100,7 @@ class _Receiver:
         self._wakes: list[Wakeable] = []
         self._dead: list[Retire] = []
         self._halted = False
+        self._hidden = False  # somebody reads along and has not been shown what came
         self._sources = Attribution()
         self._unreadable: dict[int, int] = {}  # fd -> messages in a row
         self._max_bytes = 1 << 20
@@ -108,14 +109,14 @@ class _Receiver:
         recv = self._socket.recv
         while not self._halted:
             self._take(recv(copy=False))
-            if self._wakes or self._dead:
+            if self._hidden or self._wakes or self._dead:
                 self._drain()
 
     def _drain(self) -> None:
         """Take what else is ready, then wake once; look longer for a dead engine's last words."""
         socket, limit = self._socket, time.monotonic() + _DRAIN_SECONDS
         taken = 0
-        while socket.poll(0):
+        while socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator,arg-type]
             if taken >= _DRAIN_BATCHES and not self._dead:
                 break
             if self._dead and time.monotonic() > limit:
@@ -123,6 +124,10 @@ class _Receiver:
             self._take(socket.recv(copy=False))
             taken += 1
         wakes, self._wakes = self._wakes, []
+        if self._hidden:
+            self._hidden = False
+            with self._shared.state as flights:
+                wakes += flights.reveal()
         wake_all(wakes)
         dead, self._dead = self._dead, []
         for order in dead:
@@ -152,6 +157,7 @@ class _Receiver:
             self._note_unreadable(frame.get(zmq.SRCFD), error)
             return
         self._wakes += applied.wakes
+        self._hidden |= applied.hidden
         if applied.owed:
             self._shared.own_up(applied.owed)
         if self._unreadable:

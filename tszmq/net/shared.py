@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
@@ -99,10 +99,10 @@ class Shared:
 
         self.close(error)
 
-    def own_up(self, ended: list[Request]) -> None:
+    def own_up(self, ended: Sequence[Request]) -> None:
         """Abort what ended here but may go on at its engine."""
         if ended:
-            self.mailbox.post(Abort(ended))
+            self.mailbox.post(Abort(list(ended)))
 
 
 def wake_all(gates: Iterable[Wakeable]) -> None:

@@ -6,6 +6,7 @@ A protocol turns a validated request into frames and an output message into an
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -22,14 +23,70 @@ RUNNING = ""
 
 @attrs.define(eq=False, slots=True)
 class RowDetail:
-    """What a row carries beyond the columns; few rows have any."""
+    """What a row carries beyond the columns; few rows have any.
+
+    Attributes:
+        stop_reason: The stop token id, or the engine's word for it.
+        top_logprobs: One mapping a token of the row: the sampled token first, then the most
+            likely ones in order. It can hold more of them than the request asked for: engines
+            fill a batch up to its widest request.
+        prompt_logprobs: None for the prompt's first token, then one such mapping a token.
+        cached_tokens: Prompt tokens found in the prefix cache, where the wire says it once a
+            request and has no column for it.
+        error_code, error_message, retryable: Why the engine refused the request.
+    """
 
     stop_reason: int | str | None = None
     top_logprobs: list[dict[int, float]] | None = None
     prompt_logprobs: list[dict[int, float] | None] | None = None
+    cached_tokens: int | None = None
     error_code: str | None = None
     error_message: str | None = None
     retryable: bool = False
+
+
+@attrs.frozen
+class WaveComplete:
+    """A lockstep group has nothing left to do and parks after this wave."""
+
+    wave: int
+
+
+@attrs.frozen
+class StartWave:
+    """An engine of a lockstep group asks for its peers to be woken for this wave."""
+
+    wave: int
+
+
+@attrs.frozen
+class UtilityResult:
+    """The answer to a utility call.
+
+    Attributes:
+        call_id: As it was sent.
+        failure: Why it failed, or None.
+        value: What it returned, as plain values.
+    """
+
+    call_id: int
+    failure: str | None
+    value: Any
+
+
+@attrs.define(eq=False, slots=True)
+class OneEach:
+    """A batch in which every row has exactly one new token and no request ends.
+
+    Attributes:
+        tokens: ``array("I")``, one a row.
+        counts: ``completion_tokens`` as the bytes of such an array.
+        logprobs: ``array("d")``, one a row; None when no row has any.
+    """
+
+    tokens: array[int]
+    counts: bytes
+    logprobs: array[float] | None
 
 
 @attrs.define(eq=False, slots=True)
@@ -50,9 +107,12 @@ class EngineBatch:
         prompt_tokens, cached_tokens: One a row, or None where the wire has none.
         logprobs: A list of floats a row (empty or as long as its ``token_ids``), or None when
             no row has any.
+        one_each: Where every row has one new token and none ends, the same again in a form that
+            can be stored at once. None where not so, or where a decoder does not bother.
         load: The engine's load, or None when the message carries none.
         details: Row number to what else that row carries.
-        signals: Protocol events that are not rows (waves, utility results).
+        signals: Protocol events that are not rows: ``WaveComplete``, ``StartWave``,
+            ``UtilityResult``.
     """
 
     engine_index: int | None
@@ -64,9 +124,10 @@ class EngineBatch:
     prompt_tokens: list[int] | None = None
     cached_tokens: list[int] | None = None
     logprobs: list[list[float]] | None = None
+    one_each: OneEach | None = None
     load: EngineLoad | None = None
     details: Mapping[int, RowDetail] | None = None
-    signals: Sequence[Any] = ()
+    signals: Sequence[WaveComplete | StartWave | UtilityResult] = ()
 
 
 @attrs.frozen
@@ -80,6 +141,8 @@ class AddRequest:
         stream: Whether somebody reads chunks; False lets an engine send fewer, larger rows.
         priority: Scheduling priority, or None; lower is earlier where the wire has it.
         engine: The registration of the engine that it was validated against.
+        arrival_time: When the caller asked, in wall-clock seconds: engines that schedule by
+            priority take equals in this order.
     """
 
     request_id: str
@@ -88,6 +151,7 @@ class AddRequest:
     stream: bool
     priority: int | None
     engine: EngineInfo
+    arrival_time: float = 0.0
 
 
 class BatchDecoder(Protocol):
@@ -135,6 +199,26 @@ class WireProtocol(Protocol):
 
     def encode_abort(self, request_ids: list[str]) -> list[bytes]:
         """The frames of an abort; ``request_ids`` is not empty."""
+
+    def encode_utility(self, call_id: int, method: str, args: Sequence[object]) -> list[bytes]:
+        """The frames that call a method of the engine; a ``UtilityResult`` answers.
+
+        Args:
+            call_id: In [0, 2**64); not that of an unanswered call.
+            method: Its name.
+            args: Plain values.
+
+        Raises:
+            TypeError, InvalidRequest: An argument that the engine would die of or never answer.
+            UnsupportedField: The wire has no such calls.
+        """
+
+    def encode_start_wave(self, wave: int) -> list[bytes]:
+        """The frames that wake an engine of a lockstep group, for this wave.
+
+        Raises:
+            UnsupportedField: The wire has no waves.
+        """
 
     def decoder(self) -> BatchDecoder:
         """A decoder of this protocol's output messages."""

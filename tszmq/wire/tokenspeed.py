@@ -103,6 +103,25 @@ class TokenSpeed:
         """The frames of an abort: the type, then an array of ids, without a tag."""
         return [_ABORT, pack(request_ids)]
 
+    def encode_utility(self, call_id: int, method: str, args: Sequence[object]) -> list[bytes]:
+        """There are none: the engine's control messages are not answered on this wire.
+
+        Raises:
+            UnsupportedField: Always.
+        """
+        raise UnsupportedField(
+            f"utility call {shown(method)} is not carried by TokenSpeed's wire: use the engine's "
+            "own control interface"
+        )
+
+    def encode_start_wave(self, wave: int) -> list[bytes]:
+        """There is none: TokenSpeed's engines step on their own.
+
+        Raises:
+            UnsupportedField: Always.
+        """
+        raise UnsupportedField("TokenSpeed's wire has no waves: its engines need no waking")
+
     def decoder(self) -> TokenSpeedDecoder:
         """A decoder of ``BatchTokenIDOutSlim`` messages."""
         return TokenSpeedDecoder()

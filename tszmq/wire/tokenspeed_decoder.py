@@ -1,19 +1,22 @@
 """TokenSpeed's decoder: the usual output message in a few passes of C code.
 
-The usual message is a batch of today's 14 elements without logprobs. What is read here,
-``read_batch`` would read with the same result; everything else is left to it, errors included.
+The usual message is a batch of today's 14 elements, with logprobs in all rows or in none. What
+is read here, ``read_batch`` would read with the same result; everything else is left to it,
+errors included.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from itertools import chain
+from operator import countOf
 from typing import Any
 
-from tszmq.codec import HOLE, PLACEHOLDER, pack, unpack, unpack_pieces
+from tszmq.codec import HOLE, PLACEHOLDER, pack, unpack_pieces
 from tszmq.errors import DecodeError
 from tszmq.types import EngineLoad
-from tszmq.wire.base import RUNNING, EngineBatch
+from tszmq.wire.base import RUNNING, EngineBatch, OneEach
 from tszmq.wire.tokenspeed_output import MAX_ENGINE_INDEX, TAG, engine_load, read_batch
 
 __all__ = ["TokenSpeedDecoder"]
@@ -61,14 +64,12 @@ class TokenSpeedDecoder:
         return read_batch(data) if batch is None else batch
 
     def _read_usual_batch(self, data: bytes) -> EngineBatch | None:
-        """A batch of today's shape without logprobs; None, or an error, for anything else."""
+        """A batch of today's shape; None, or an error, for anything else."""
         if not data.startswith(_HEAD):
             return None
         large = data.startswith(_LARGE_HEADER, len(_HEAD))
-        values = self._unpack_large(data) if large else _unpack_small(data)
-        if values is None:
-            return None
-        _, rids, tokens, reasons, prompt, completion, cached, _, _, *tail = values
+        values, scored = self._unpack_large(data) if large else _unpack_small(data)
+        _, rids, tokens, reasons, prompt, completion, cached, logprobs, logprob_ids, *tail = values
         if not type(rids) is type(tokens) is type(reasons) is list:
             return None
         rows = len(rids)
@@ -78,9 +79,13 @@ class TokenSpeedDecoder:
             "".join(reasons)
         if not (
             len(tokens) == len(reasons) == len(prompt) == len(completion) == len(cached) == rows
-            and _are_integers(data, len(_HEAD) + rows + text, values, rows if large else 0)
             and tail[0] <= MAX_ENGINE_INDEX
         ):
+            return None
+        numbers = _integers(values)
+        floats = _floats(logprobs, logprob_ids, tokens) if scored else None
+        start = len(_HEAD) + rows + text
+        if not _without_bools(data, start, numbers, floats, rows if large else 0):
             return None
         if large:
             rids = self._remembered(rids, text)
@@ -95,16 +100,17 @@ class TokenSpeedDecoder:
             completion,
             prompt,
             cached,
-            None,
+            logprobs if scored else None,
+            None if num_finished else _one_each(numbers, tokens, floats),
             self._load,
         )
 
-    def _unpack_large(self, data: bytes) -> list[Any] | None:
-        """The values of a batch of 16 rows or more that has empty logprob columns.
+    def _unpack_large(self, data: bytes) -> tuple[list[Any], bool]:
+        """The values of a batch of 16 rows or more, and whether any row has logprobs.
 
-        Those are cut out before decoding: they hold two lists a row, more than all the rest,
-        and enough of them start a garbage collection in every message. The ids are cut out as
-        well when they are those of the last message.
+        Empty logprob columns are cut out before decoding: they hold two lists a row, more than
+        all the rest, and enough of them start a garbage collection in every message. The ids
+        are cut out as well when they are those of the last message.
         """
         header = data[len(_HEAD) : len(_HEAD) + 3]
         if header != self._header:
@@ -112,17 +118,18 @@ class TokenSpeedDecoder:
             self._empty = (header + b"\x90" * int.from_bytes(header[1:], "big")) * 2
         empty = len(self._empty)
         cut = data.find(self._empty, max(0, len(data) - empty - _MAX_TAIL))
-        if cut < 0:
-            return None
+        end = cut if cut >= 0 else len(data)
         head = len(self._head)
-        known_ids = 0 < head <= cut and data.startswith(self._head)
-        first = (_HEAD, HOLE, data[head:cut]) if known_ids else (data[:cut],)
-        values: list[Any] = unpack_pieces((*first, HOLE, HOLE, data[cut + empty :]))
-        if values[7] != PLACEHOLDER or values[8] != PLACEHOLDER:
-            return None
+        known_ids = 0 < head <= end and data.startswith(self._head)
+        pieces = (_HEAD, HOLE, data[head:end]) if known_ids else (data[:end],)
+        if cut >= 0:
+            pieces = (*pieces, HOLE, HOLE, data[cut + empty :])
+        values: list[Any] = unpack_pieces(pieces)
         if known_ids:
             values[1] = self._rids
-        return values
+        if cut >= 0 and (values[7] != PLACEHOLDER or values[8] != PLACEHOLDER):
+            raise DecodeError("the bytes that were cut out were something else")
+        return values, cut < 0
 
     def _remembered(self, rids: list[str], text: int) -> list[str]:
         """The last batch's list when the ids are the same."""
@@ -135,43 +142,80 @@ class TokenSpeedDecoder:
         return rids
 
 
-def _unpack_small(data: bytes) -> list[Any] | None:
-    """The values of a batch of fewer than 16 rows that has empty logprob columns."""
-    values: list[Any] = unpack(data)
+def _unpack_small(data: bytes) -> tuple[list[Any], bool]:
+    """The values of a batch of fewer than 16 rows, and whether any row has logprobs."""
+    values: list[Any] = unpack_pieces((data,))
     # Not compared with one another: two hostile ones may be nested too deeply for that.
     empty: list[Any] = [[]] * len(values[1])
-    return values if values[7] == empty and values[8] == empty else None
+    return values, not (values[7] == empty and values[8] == empty)
 
 
-def _are_integers(data: bytes, start: int, values: list[Any], header_count: int) -> bool:
-    """Whether all tokens, counts and the tail are ints in [0, 2**32), and none a bool.
+def _integers(values: list[Any]) -> array[int]:
+    """Tokens, counts and tail in a row: ints in [0, 2**32), or bools.
 
-    ``array.fromlist`` takes no other items than such ints, in no other row than a list, but
-    takes a bool as well. On the wire a bool is a byte 0xc2 or 0xc3; an int has as many of these
-    bytes there, at whatever width, as in its four bytes in the array. So when the message from
-    ``start`` on has no more of them than the arrays, none of them is a bool.
-
-    Args:
-        data: The message.
-        start: An offset no later than the end of its ids.
-        values: Its decoded elements.
-        header_count: Rows, where the columns' headers have two bytes for it.
+    ``array.fromlist`` takes no other items, in no other row than a list.
     """
     numbers = array("I")
     add = numbers.fromlist
-    if any(map(add, values[2])):
-        return False
+    any(map(add, values[2]))
     add(values[4])
     add(values[5])
     add(values[6])
     add(values[9:])
+    return numbers
+
+
+def _floats(logprobs: Any, logprob_ids: Any, tokens: list[list[int]]) -> array[float]:
+    """A logprob for every token, in a row.
+
+    Raises:
+        ValueError: Not every row has as many as tokens, or the ids beside them are others.
+    """
+    floats = array("d")
+    if not type(logprobs) is type(logprob_ids) is list or logprob_ids != tokens:
+        raise ValueError("logprobs are not for these tokens")
+    any(map(floats.fromlist, logprobs))
+    if list(map(len, logprobs)) != list(map(len, tokens)) or countOf(
+        map(type, chain.from_iterable(logprobs)), float
+    ) != len(floats):
+        raise ValueError("logprobs are not one float a token")
+    return floats
+
+
+def _without_bools(
+    data: bytes, start: int, numbers: array[int], floats: array[float] | None, header_count: int
+) -> bool:
+    """Whether no bool is among what passed for an int.
+
+    On the wire a bool is a byte 0xc2 or 0xc3; an int has as many of these bytes there, at
+    whatever width, as in its four bytes in the array, and a float in its eight. So when the
+    message from ``start`` on has no more of them than the arrays, none of them is a bool.
+
+    Args:
+        data: The message.
+        start: An offset no later than the end of its ids.
+        numbers: As from ``_integers``: the tokens, three counts a row and five of the tail.
+        floats: The logprobs, whose column of ids repeats the tokens; or None.
+        header_count: Rows, where the columns' headers have two bytes for it.
+    """
     suspects = data.count(_FALSE, start) + data.count(_TRUE, start)
     if not suspects:
         return True
-    proven = numbers.tobytes()
-    return suspects == proven.count(_FALSE) + proven.count(_TRUE) + 7 * _suspects_in(header_count)
+    found = _suspects_in(numbers.tobytes()) + 7 * _suspects_in(header_count.to_bytes(2, "big"))
+    if floats is not None:
+        found += _suspects_in(numbers[: len(floats)].tobytes()) + _suspects_in(floats.tobytes())
+    return suspects == found
 
 
-def _suspects_in(header_count: int) -> int:
-    header = header_count.to_bytes(2, "big")
-    return header.count(_FALSE) + header.count(_TRUE)
+def _suspects_in(data: bytes) -> int:
+    return data.count(_FALSE) + data.count(_TRUE)
+
+
+def _one_each(
+    numbers: array[int], tokens: list[list[int]], floats: array[float] | None
+) -> OneEach | None:
+    """``EngineBatch.one_each``, from what ``_integers`` gave."""
+    rows = len(tokens)
+    if not rows or len(numbers) != 4 * rows + 5 or not all(tokens):
+        return None
+    return OneEach(numbers[:rows], numbers[2 * rows : 3 * rows].tobytes(), floats)

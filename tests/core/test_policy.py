@@ -1,0 +1,179 @@
+"""Policies, and that the seam carries ones that are nothing like the default."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import attrs
+import pytest
+
+from tests.core.parts import Place, load
+from tszmq.core.policy import (
+    EngineView,
+    LeastLoaded,
+    Policy,
+    RandomOfTwo,
+    RequestView,
+    RoundRobin,
+    lowest_from,
+)
+from tszmq.core.request import ABORTED
+from tszmq.core.routing import RoutingState
+from tszmq.types import EngineLoad
+
+pytestmark = pytest.mark.timeout(20)
+
+
+def routing_of(engines: int, policy: Policy) -> RoutingState:
+    state = RoutingState(policy)
+    for index in range(engines):
+        state.add_engine(index)
+    return state
+
+
+@attrs.frozen
+class View:
+    """An engine as a policy sees it."""
+
+    num_inflight: int = 0
+    pending_prompt_tokens: int = 0
+    resident_tokens: int = 0
+    load: EngineLoad | None = None
+
+
+@pytest.mark.parametrize(
+    ("scores", "start", "position"),
+    [
+        ([1.0], 0, 0),
+        ([1, 1, 1], 0, 0),
+        ([1, 1, 1], 2, 2),
+        ([1, 2, 1], 1, 2),
+        ([1, 2, 2], 1, 0),
+        ([3, 2, 1], 0, 2),
+        ([0.5, 0.25, 0.25, 0.5], 2, 2),
+        ([0.5, 0.25, 0.25, 0.5], 3, 1),
+    ],
+)
+def test_lowest_from(scores, start, position):
+    assert lowest_from(scores, start) == position
+
+
+def test_least_loaded_looks_at_no_request():
+    policy = LeastLoaded()
+    assert not policy.uses_request
+    engine = View(3, 1000, 1000, load(2, 2, 0.75))
+    assert policy.score(engine) == policy.score(engine, RequestView(7)) == 3 + 2 * 6 * 0.25
+
+
+def test_round_robin_ignores_every_load():
+    state = routing_of(3, RoundRobin())
+    for number in range(9):
+        state.reserve(f"pin-{number}", 1, pinned=0)
+    state.commit(0, load(50, 40, 1.0))
+    assert [state.reserve(f"{number}", 1) for number in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+    state.suspend_engine(1)
+    chosen = [state.reserve(f"more-{number}", 1) for number in range(4)]
+    assert Counter(chosen) == {0: 2, 2: 2}
+    assert chosen[0] != chosen[1]
+
+
+def test_random_of_two_takes_the_better_of_a_pair():
+    """With two engines it is always the better; with more the worst is never taken."""
+    state = routing_of(2, RandomOfTwo(seed=1))
+    state.reserve("busy", 1, pinned=0)
+    for number in range(50):
+        assert state.reserve(f"{number}", 1) == 1
+        state.release(1, f"{number}")
+    state = routing_of(4, RandomOfTwo(seed=1))
+    for number in range(3):
+        state.reserve(f"busy-{number}", 1, pinned=2)
+    chosen = []
+    for number in range(600):
+        chosen.append(state.reserve(f"{number}", 1))
+        state.release(chosen[-1], f"{number}")
+    assert set(chosen) == {0, 1, 3}
+    assert min(Counter(chosen).values()) > 130
+
+
+def test_random_of_two_with_one_engine():
+    state = routing_of(1, RandomOfTwo())
+    assert state.reserve("only", 1) == 0
+
+
+def test_random_of_two_is_repeatable_by_its_seed():
+    def draws(seed):
+        policy = RandomOfTwo(seed)
+        return [policy.pick([0] * 9, 0) for _ in range(20)]
+
+    assert draws(5) == draws(5)
+    assert draws(5) != draws(6)
+
+
+class LeastPrefill:
+    """Weighs what is still to be prefilled: needs the request, and scores afresh each time."""
+
+    uses_request = True
+
+    def __init__(self) -> None:
+        self.seen: list[RequestView | None] = []
+
+    def score(self, engine: EngineView, request: RequestView | None) -> float:
+        self.seen.append(request)
+        assert request is not None
+        long = request.prompt_tokens >= 100
+        return engine.pending_prompt_tokens if long else engine.num_inflight
+
+    def pick(self, scores: Sequence[float], start: int) -> int:
+        return lowest_from(scores, start)
+
+
+def test_a_policy_that_depends_on_the_request():
+    """Long prompts go where little prefill is pending, short ones where few requests are."""
+    policy = LeastPrefill()
+    state = routing_of(2, policy)
+    for number in range(3):
+        state.reserve(f"short-{number}", 10, pinned=0)
+    state.reserve("long", 1000, pinned=1)
+    assert policy.seen == []  # nothing is scored without a request
+    assert state.reserve("a long one", 500) == 0  # 30 pending beats 1000
+    assert policy.seen == [RequestView(500)] * 2
+    assert state.reserve("a short one", 5) == 1  # 1 in flight beats 4
+    state.commit(1, None, started=["long", "a short one"], generated=2)
+    assert state.reserve("another long one", 500) == 1  # 0 pending beats 530
+    assert state._scores == []
+
+
+def test_the_seam_reaches_from_the_flights():
+    """What a policy sees follows admission, first token and end."""
+    policy = LeastPrefill()
+    place = Place(2, policy=policy)
+    first = place.admit(prompt_tokens=300)
+    second = place.admit(prompt_tokens=200)
+    assert {first.engine_index, second.engine_index} == {0, 1}
+    place.apply((first, [1]), engine=first.engine_index)
+    third = place.admit(prompt_tokens=100)
+    assert third.engine_index == first.engine_index  # its prefill is done
+    place.apply((third, [1], "stop"), engine=third.engine_index)
+    assert place.flights.routing.view(first.engine_index) == (1, 0, 301)
+
+
+def test_a_policy_that_raises_takes_no_place():
+    class Broken(LeastLoaded):
+        armed = False
+
+        def score(self, engine: EngineView, request: RequestView | None = None) -> float:
+            if self.armed:
+                raise RuntimeError("a bug of the caller's")
+            return super().score(engine)
+
+    policy = Broken()
+    place = Place(1, policy=policy)
+    policy.armed = True
+    request = place.request()
+    with pytest.raises(RuntimeError):
+        place.flights.admit(request, None, 1.0, request.gate)
+    policy.armed = False
+    place.flights.withdraw(request, ABORTED, 2.0)
+    place.check()
+    assert place.flights.routing.inflight(0) == 0
