@@ -512,7 +512,7 @@ def running(*arguments: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.embedded
-@pytest.mark.parametrize("protocol", ["tokenspeed"])
+@pytest.mark.parametrize("protocol", ["tokenspeed", "vllm"])
 def test_generate_end_to_end(protocol: str, unit: float) -> None:
     lines = [request(number, request_id=str(number)) for number in range(200)]
     lines[50] = "broken"

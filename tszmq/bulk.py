@@ -18,12 +18,12 @@ from tszmq.net.gate import Gate
 from tszmq.net.mailbox import Add
 from tszmq.net.submit import admit, give_up, withdraw_all
 from tszmq.prepare import check_timeout
-from tszmq.types import SamplingParams
+from tszmq.types import SamplingParams, TokenChunk
 
 if TYPE_CHECKING:
     from tszmq.client import Client
 
-__all__ = ["as_completed", "generate_many"]
+__all__ = ["as_completed", "generate_many", "stream_many"]
 
 _PROGRESS_SECONDS = 0.1  # at most this often, while nothing else wakes the thread
 _WINDOW = 1024  # requests in flight of one call, unless the engines run more
@@ -39,7 +39,7 @@ def generate_many(
     progress: object,
 ) -> list[Any]:
     """See ``Client.generate_many``."""
-    batch = _Batch(client, prompts, params, timeout, max_inflight, errors, progress, eager=False)
+    batch = _Batch(client, prompts, params, timeout, max_inflight, errors, progress)
     results: list[Any] = []
     try:
         for index, outcome in batch.outcomes():
@@ -62,6 +62,21 @@ def as_completed(
 ) -> Iterator[tuple[int, Any]]:
     """See ``Client.as_completed``. Arguments are checked at the call, not at the first next()."""
     batch = _Batch(client, prompts, params, timeout, max_inflight, errors, progress, eager=True)
+    return _iterate(batch)
+
+
+def stream_many(
+    client: Client,
+    prompts: Iterable[object],
+    params: object,
+    timeout: float | None,
+    max_inflight: int | None,
+    errors: str,
+) -> Iterator[tuple[int, Any]]:
+    """See ``Client.stream_many``. Arguments are checked at the call, as above."""
+    batch = _Batch(
+        client, prompts, params, timeout, max_inflight, errors, False, eager=True, chunks=True
+    )
     return _iterate(batch)
 
 
@@ -88,7 +103,8 @@ class _Batch:
         errors: str,
         progress: object,
         *,
-        eager: bool,
+        eager: bool = False,
+        chunks: bool = False,
     ) -> None:
         if errors not in ("raise", "return"):
             raise InvalidRequest(f"errors must be 'raise' or 'return', got {errors!r:.80}")
@@ -108,7 +124,9 @@ class _Batch:
         self._meter = _meter(progress)
         self._prompts = iter(enumerate(prompts))
         self._return_errors = errors == "return"
-        self._eager = eager
+        self._eager = eager  # hand out each as soon as it ends
+        self._chunks = chunks  # hand out chunks, too
+        self._taken: dict[int, int] = {}  # of those that stream: tokens handed out
         self._gate = Gate()
         self._ticket = _Ticket(self._gate)
         self._group = Group(self._gate)
@@ -165,7 +183,8 @@ class _Batch:
                 rank=None,
                 priority=None,
                 gate=self._gate,
-                chunks=self._deadline is not None,
+                chunks=self._chunks or self._deadline is not None,
+                streaming=self._chunks,
                 group=self._group,
                 position=index,
             )
@@ -228,23 +247,46 @@ class _Batch:
         return max(1, min(self._window // 64, len(self._unfinished)))
 
     def _has_news(self) -> bool:
-        return self._ticket.woken or self._group.is_worth_waking()
+        group = self._group
+        return self._ticket.woken or bool(group.touched) or group.is_worth_waking()
 
     def _collect(self) -> None:
         """Take what has ended."""
         self._ticket.woken = False
         group = self._group
         group.failed = False  # before looking: what ends from here on sets it again
+        while group.touched:
+            request = group.touched.popleft()
+            if request.position in self._unfinished and request.end is None:
+                self._take_chunk(request)
         while group.finished:
             request = group.finished.popleft()
-            if self._unfinished.pop(request.position, None) is None:
-                continue
-            try:
-                self._settled.append((request.position, request.result()))
-            except TszmqError as error:
-                self._settled.append((request.position, error))
-                if isinstance(error, ClientClosed):
-                    self._give_up_rest(partial(_again, error))
+            if self._unfinished.pop(request.position, None) is not None:
+                self._end(request)
+
+    def _end(self, request: Request) -> None:
+        try:
+            result = request.result()
+        except TszmqError as error:
+            self._take_chunk(request)
+            self._settled.append((request.position, error))
+            if isinstance(error, ClientClosed):
+                self._give_up_rest(partial(_again, error))
+        else:
+            if self._chunks:
+                self._take_chunk(request, result.finish_reason)
+            else:
+                self._settled.append((request.position, result))
+        self._taken.pop(request.position, None)
+
+    def _take_chunk(self, request: Request, finish_reason: str | None = None) -> None:
+        """What came for a request since its last chunk, where chunks are handed out."""
+        if not self._chunks:
+            return
+        start = self._taken.get(request.position, 0)
+        if finish_reason is not None or request.visible > start:
+            self._settled.append((request.position, request.chunk(start, finish_reason)))
+            self._taken[request.position] = request.visible
 
     def _expire(self) -> None:
         timeout = self._timeout
@@ -257,7 +299,8 @@ class _Batch:
         """Hand out what has ended, or raise the first error."""
         while self._settled:
             index, outcome = self._settled.popleft()
-            self._done += 1
+            if not isinstance(outcome, TokenChunk) or outcome.finish_reason is not None:
+                self._done += 1
             if isinstance(outcome, Exception) and not self._return_errors:
                 raise outcome
             yield index, outcome

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, NoReturn
 
 from tszmq import bulk
+from tszmq.calls import EngineCalls
 from tszmq.core.flights import Flights
 from tszmq.core.policy import Policy
 from tszmq.core.request import ABORTED, Request
@@ -126,7 +128,7 @@ def _wait_for_engines(session: Session, timeout: float) -> None:
         raise ConnectError(f"{shared.muster.failed}; {shared.muster.text}")
 
 
-class Client:
+class Client(EngineCalls):
     """A client of engines that dial in: binds, waits for them, and serves any thread.
 
     Args:
@@ -144,7 +146,13 @@ class Client:
         max_message_bytes: What no frame of an engine may exceed.
         allow_remote: Bind tcp to other than loopback. The wire has no authentication.
         policy: How engines are chosen; see ``tszmq.core.policy``.
-        parallel_config: For the engines' INIT (vLLM lockstep groups of separate launchers).
+        parallel_config: For the engines' INIT: vLLM lockstep groups whose ranks were launched
+            separately need ``data_parallel_master_ip``, ``data_parallel_master_port``,
+            ``_data_parallel_master_port_list``, ``_coord_store_port`` and
+            ``data_parallel_size``.
+        eos_token_id: The model's end token or tokens (vLLM, whose engine knows none unless told;
+            without any a request goes on to ``max_tokens``).
+        model: A directory of the model on this machine to read them from (vLLM).
 
     Raises:
         HandshakeTimeout: Not every engine came in time; everything is released.
@@ -170,6 +178,8 @@ class Client:
         allow_remote: bool = False,
         policy: Policy | None = None,
         parallel_config: Mapping[str, Any] | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        model: str | os.PathLike[str] | None = None,
     ) -> None:
         bound = Client.bind(
             endpoints,
@@ -184,6 +194,8 @@ class Client:
             allow_remote=allow_remote,
             policy=policy,
             parallel_config=parallel_config,
+            eos_token_id=eos_token_id,
+            model=model,
         )
         bound._wait(None)
         self._adopt(bound._session)
@@ -215,6 +227,8 @@ class Client:
         allow_remote: bool = False,
         policy: Policy | None = None,
         parallel_config: Mapping[str, Any] | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        model: str | os.PathLike[str] | None = None,
         _on_closed: Sequence[Callable[[], object]] = (),
     ) -> BoundClient:
         """Bind the addresses and return at once; arguments and errors as ``Client``.
@@ -236,7 +250,7 @@ class Client:
         check_timeout(connect_timeout, "connect_timeout")
         session = Session(
             checked,
-            find_protocol(protocol),
+            find_protocol(protocol, eos_token_id=eos_token_id, model=model),
             engine_count,
             settings,
             policy=policy,
@@ -393,6 +407,24 @@ class Client:
         return bulk.as_completed(
             self, prompts, sampling_params, timeout, max_inflight, errors, progress
         )
+
+    def stream_many(
+        self,
+        prompts: Prompts,
+        sampling_params: Params = None,
+        *,
+        timeout: float | None = None,
+        max_inflight: int | None = None,
+        errors: Literal["raise", "return"] = "raise",
+    ) -> Iterator[tuple[int, Any]]:
+        """Every chunk of many prompts in this one thread: yields ``(index, TokenChunk)``.
+
+        Costs what a bulk call costs, where a thread for each stream costs a wake-up for each
+        chunk. A prompt's last chunk has a ``finish_reason``. Arguments and errors as
+        ``generate_many``; with ``errors="return"`` an exception stands in the place of a failed
+        prompt's last chunk. Closing the iterator, or dropping it, aborts what is unfinished.
+        """
+        return bulk.stream_many(self, prompts, sampling_params, timeout, max_inflight, errors)
 
     def abort(self, request_id: str) -> None:
         """Abort every unfinished request with that label. Any thread; does not wait."""

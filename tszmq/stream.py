@@ -99,17 +99,7 @@ class RequestStream:
             return None
         self._taken = stop
         self._over = finish_reason is not None
-        logprobs, top = request.logprobs, request.top_logprobs
-        return TokenChunk(
-            request_id=request.label,
-            token_ids=request.tokens[start:stop].tolist(),
-            finish_reason=finish_reason,
-            logprobs=None if logprobs is None else logprobs[start:stop].tolist(),
-            prompt_tokens=request.prompt_tokens,
-            completion_tokens=stop,
-            cached_tokens=request.cached_tokens,
-            top_logprobs=None if top is None else top[start:stop],
-        )
+        return request.chunk(start, finish_reason)
 
     def close(self) -> None:
         """Abort if unfinished; a reader blocked elsewhere gets StopIteration. Never blocks."""

@@ -426,6 +426,40 @@ def test_wall_clock_jumps_change_nothing(client_and_engines, monkeypatch):
     assert call.result(5).token_ids == [5, 6]
 
 
+@pytest.mark.parametrize("how", ["deadline", "abort"])
+def test_unfinished_results_are_complete_to_the_last_step(client_and_engines, how):
+    """Many steps of the same requests are the usual case, and may be stored late: whoever
+    looks gets all of it, several tokens a step and log-probabilities included."""
+    client, [engine] = client_and_engines()
+    timeout = 0.6 if how == "deadline" else None
+    params = SamplingParams(logprobs=True)
+    calls = [
+        in_thread(client.generate, [1], timeout=timeout, request_id="label"),
+        in_thread(client.generate, [2], params, timeout=timeout, request_id="label"),
+        in_thread(client.stream([3], timeout=timeout, request_id="label").result),
+        in_thread(client.generate_many, [[4]], errors="return", timeout=timeout),
+    ]
+    adds = sorted(engine.recv_adds(4), key=lambda add: add.prompt)
+    for step in range(60):
+        engine.send_batch(
+            [
+                engine.row(add.rid, [step, 7], logprobs=[-step, -7.0] if n == 1 else None)
+                for n, add in enumerate(adds)
+            ]
+        )
+    expected = [token for step in range(60) for token in (step, 7)]
+    if how == "abort":
+        answer_one(client, engine)
+        client.abort_all()
+        results = [call.result(2) for call in calls[:3]] + calls[3].result(2)
+    else:
+        results = [call.exception(2).partial for call in calls[:3]]
+        results += [error.partial for error in calls[3].result(2)]
+    assert [list(done.token_ids) for done in results] == [expected] * 4
+    assert list(results[1].logprobs) == [-float(token) for token in expected]
+    engine.recv_aborts_of(add.rid for add in adds)
+
+
 # --- arguments -----------------------------------------------------------------------------
 
 

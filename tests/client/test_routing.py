@@ -257,6 +257,9 @@ def test_load_is_what_the_engine_said(client_and_engines):
     with pytest.raises(AttributeError):
         load.num_running = 0
     assert client.load(1) is None
+    engine.tokens(rid, [9])
+    answer_one(client, engine)
+    assert client.load(0) == load, "a batch without a report changes nothing"
     stream.close()
 
 

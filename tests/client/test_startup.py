@@ -406,6 +406,93 @@ def test_engine_that_dies_during_start_up_is_replaced(client_and_engines, stage)
     client.close()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["after HELLO", "after INIT", "registered"])
+def test_successor_that_comes_as_its_predecessor_goes(client_and_engines, stage):
+    """Descriptors are reused at once: the end of one connection must not be taken for the
+    end of the next. Each round hits that moment only sometimes."""
+    for _ in range(20):
+        bound = client_and_engines.bind(LOOPBACK, engine_count=2)
+        address = bound.endpoints.handshake
+        call = in_thread(bound.connect)
+        first = client_and_engines.engine(address, 0).hello()
+        if stage != "after HELLO":
+            first.wait_init()
+        if stage == "registered":
+            first.ready()
+            first.register()
+        first.close(flush=True)
+        engines = [client_and_engines.engine(address, n).hello() for n in range(2)]
+        for engine in engines:
+            engine.finish_connect(5)
+        client = call.result(5)
+        eventually(lambda client=client: all(info.alive for info in client.engines), 5)
+        for engine in engines:
+            answer_one(client, engine)
+        client.close()
+
+
+@pytest.mark.slow
+def test_engines_that_come_as_strangers_go(client_and_engines):
+    """The same with connections that were nobody's."""
+    for _ in range(20):
+        bound = client_and_engines.bind(LOOPBACK, engine_count=2)
+        address = bound.endpoints.handshake
+        host, _, port = address.removeprefix("tcp://").partition(":")
+        call = in_thread(bound.connect)
+        engines = []
+        for index in range(2):
+            junk = MockEngine(address, 100)
+            junk.say("junk")
+            plain = socket.create_connection((host, int(port)), 5)
+            junk.close(flush=True)
+            plain.close()
+            engines.append(client_and_engines.engine(address, index).hello())
+        for engine in engines:
+            engine.finish_connect(5)
+        client = call.result(5)
+        for engine in engines:
+            answer_one(client, engine)
+        client.close()
+
+
+@pytest.mark.slow
+def test_engines_that_register_as_strangers_go(client_and_engines):
+    """And the same on the data sockets: an engine is not dead because a scanner hung up."""
+    for _ in range(20):
+        bound = client_and_engines.bind(
+            Endpoints(handshake=LOOPBACK, input=LOOPBACK, output=LOOPBACK), engine_count=2
+        )
+        call = in_thread(bound.connect)
+        address = bound.endpoints.handshake
+        engines = [client_and_engines.engine(address, n).hello() for n in range(2)]
+        for engine in engines:
+            engine.wait_init()
+        scanners = []
+        for number in range(8):
+            context = zmq.Context()  # one each: ending it waits until the connection is closed
+            scanner = context.socket(zmq.DEALER)
+            scanner.connect(bound.endpoints.output if number % 2 else bound.endpoints.input)
+            scanners.append((context, scanner))
+        threading.Event().wait(0.02)  # for them to be accepted
+
+        def hang_up(scanners=scanners):
+            for context, scanner in scanners:
+                scanner.close(linger=0)
+                context.term()
+
+        hanging_up = in_thread(hang_up)
+        for engine in engines:
+            engine.ready()
+            engine.register()
+        client = call.result(5)
+        hanging_up.result(5)
+        stays_true(lambda client=client: all(info.alive for info in client.engines), 0.1)
+        for engine in engines:
+            answer_one(client, engine)
+        client.close()
+
+
 # --- addresses: ipc ------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ import concurrent.futures
 import gc
 import math
 import pickle
+import random
 import struct
 import threading
 import time
@@ -615,3 +616,88 @@ def test_close_races_with_the_finish(client_and_engines):
     answered = in_thread(client.generate, [1])
     engine.tokens(engine.recv_add(skip_aborts=True).rid, [1], "stop")
     assert answered.result(5).token_ids == [1]
+
+
+# --- whatever the engine does --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_any_sequence_of_batches(client_and_engines, seed):
+    """Steady steps, changing sets, finishes, closes, noise and rubbish: everyone gets exactly
+    what was sent for them while they wanted it."""
+    chance = random.Random(seed)
+    client, [engine] = client_and_engines()
+    count = chance.choice([1, 2, 5, 20])
+    asked = [chance.random() < 0.3 for _ in range(count)]
+    streams = [
+        client.stream([n + 1], SamplingParams(max_tokens=5000, logprobs=asked[n]))
+        for n in range(count)
+    ]
+    rids = {add.prompt[0] - 1: add.rid for add in engine.recv_adds(count)}
+    tokens = {n: [] for n in range(count)}
+    logprobs = {n: [] for n in range(count)}
+    read = {n: [] for n in range(count)}
+    reasons: dict[int, str] = {}
+
+    def row(n, size, finish=""):
+        ids = [chance.randrange(2**31) for _ in range(size)]
+        values = [chance.uniform(-5, 0) for _ in ids] if asked[n] else []
+        if n not in reasons:
+            tokens[n] += ids
+            logprobs[n] += values
+        if finish:
+            reasons.setdefault(n, finish)
+        return engine.row(rids[n], ids, finish, logprobs=values)
+
+    def steady():
+        running = [n for n in range(count) if n not in reasons]
+        for _ in range(chance.randrange(1, 40)):
+            engine.send_batch([row(n, 1) for n in running])
+
+    def mixed():
+        some = chance.sample(range(count), chance.randrange(1, count + 1))
+        rows = [row(n, chance.randrange(0, 4)) for n in some if n not in reasons]
+        late = [row(n, 1, chance.choice(["", "stop"])) for n in some if n in reasons]
+        noise = [engine.row(f"nobody-{chance.random()}", [1])] if chance.random() < 0.3 else []
+        rows += late + noise
+        chance.shuffle(rows)
+        engine.send_batch(rows, era=chance.choice([9, 10, 14, 14]))
+
+    def finish():
+        running = [n for n in range(count) if n not in reasons]
+        ending = set(chance.sample(running, chance.randrange(1, len(running) + 1)))
+        rows = [row(n, chance.randrange(1, 3), "length" if n in ending else "") for n in running]
+        engine.send_batch(rows)
+
+    def rubbish():
+        engine.send_raw([bytes(chance.randrange(256) for _ in range(20))])
+
+    def close():
+        n = chance.choice([n for n in range(count) if n not in reasons])
+        answer_skipping_aborts()
+        streams[n].close()
+        reasons[n] = "abort"
+
+    def look():
+        answer_skipping_aborts()
+        n = chance.randrange(count)
+        if len(tokens[n]) > len(read[n]) and n not in reasons:
+            read[n] += next(streams[n]).token_ids
+
+    def answer_skipping_aborts():
+        call = in_thread(client.generate, [9999])
+        engine.tokens(engine.recv_add(skip_aborts=True).rid, [1], "stop")
+        assert call.result(5).token_ids == [1]
+
+    actions = [steady, steady, mixed, mixed, finish, rubbish, close, look, look]
+    while len(reasons) < count:
+        chance.choice(actions)()
+    answer_skipping_aborts()
+    for n, stream in enumerate(streams):
+        done = stream.result(5)
+        assert done.token_ids == tokens[n]
+        assert done.finish_reason == reasons[n]
+        assert (list(done.logprobs) if asked[n] else None) == (logprobs[n] if asked[n] else None)
+        rest = [token for chunk in stream for token in chunk.token_ids]
+        assert reasons[n] == "abort" or read[n] + rest == tokens[n]
+    assert inflight(client) == [0]

@@ -137,7 +137,7 @@ def interrupt_everywhere(
     afresh at the second, and so on until it comes through.
 
     Args:
-        prepare: Sets up afresh; returns the call, and what looks at it after an interruption.
+        prepare: Sets up afresh; returns the call, and what looks at it afterwards.
 
     Returns:
         How many points there were.
@@ -160,10 +160,12 @@ def interrupt_everywhere(
                 call()
             finally:
                 sys.setprofile(None)
+            came_through = True
         except Interrupted:
-            verify()
-            continue
-        return point
+            came_through = False
+        verify()
+        if came_through:
+            return point
     raise AssertionError("it never came through")
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.core.parts import Place, Waiter, engine_info, group, interrupt_everywhere, load
 from tszmq.core.request import ABORTED, End, Request
+from tszmq.core.rows import most_likely
 from tszmq.errors import (
     ClientClosed,
     DecodeError,
@@ -551,9 +552,18 @@ def test_a_logprob_that_did_not_come_is_nan_and_holds_nothing_up(missing):
     assert values[3] == -4.5
 
 
+def test_top_logprobs_are_cut_to_what_was_asked_for():
+    """Engines fill a batch up to its widest request; the sampled token is always there."""
+    wide = {7: -0.5, 3: -0.1, 4: -0.2, 5: -0.9}  # sampled: the third of all
+    assert most_likely(wide, 2) == {7: -0.5, 3: -0.1, 4: -0.2}
+    assert most_likely(wide, 3) == {7: -0.5, 3: -0.1, 4: -0.2}
+    assert most_likely({3: -0.1, 4: -0.2, 5: -0.9}, 2) == {3: -0.1, 4: -0.2}
+    assert most_likely({3: -0.1, 4: -0.2}, 5) == {3: -0.1, 4: -0.2}
+
+
 def test_top_logprobs_are_collected_and_prompt_logprobs_survive():
     place = Place()
-    request = place.admit(logprobs=True)
+    request = place.admit(logprobs=True, top_limit=1)
     prompt = [None, {1: -0.5}]
     place.apply(
         (request, [1]), details={0: RowDetail(top_logprobs=[{1: -1.0}], prompt_logprobs=prompt)}

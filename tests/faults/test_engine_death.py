@@ -359,6 +359,31 @@ def test_restart_while_others_work(client_and_engines):
     assert stream.finished
 
 
+@pytest.mark.slow
+def test_engines_that_die_and_come_back_together(client_and_engines, endpoints):
+    """Connections of several engines close and open at once, and get each other's descriptors;
+    the engine that stays is never mistaken for one that went."""
+    client, engines = client_and_engines(3, endpoints=endpoints)
+    stream, rid, blocked = blocked_reader(client, engines[2])
+    address = client.endpoints.handshake
+    for turn in range(15):
+        for engine in engines[:2]:
+            engine.close()
+        for index in (turn % 2, 1 - turn % 2):
+            engines[index] = client_and_engines.engine(address, index).hello()
+        for engine in engines[:2]:
+            engine.finish_connect(5)
+        eventually(lambda: all(info.alive for info in client.engines), 5)
+        for engine in engines[:2]:
+            answer_one(client, engine)
+        engines[2].tokens(rid, [turn])
+        assert blocked.result(2).token_ids == [turn]
+        blocked = in_thread(next, stream)
+    engines[2].tokens(rid, [], "stop")
+    assert stream.result(2).token_ids == [5, *range(15)]
+    assert inflight(client) == [0, 0, 0]
+
+
 def test_stale_batches_of_an_outlived_engine_are_noise(client_and_engines, short_dir):
     """Its sockets reconnect to the next client's: unknown ids, and a load of the past."""
     endpoints = tszmq.Endpoints(

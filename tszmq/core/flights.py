@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import attrs
 
+from tszmq.core.calls import Calls
 from tszmq.core.ids import WireIds
 from tszmq.core.policy import Policy
 from tszmq.core.request import End, Request, Wakeable
@@ -73,6 +74,7 @@ class Flights:
         self.routing = RoutingState(policy)
         self.engines: dict[int, EngineRecord] = {}
         self.requests: dict[str, Request] = {}
+        self.calls = Calls()
         self.closed: Callable[[], TszmqError] | None = None
         self.max_inflight = max_inflight
         self._epochs = 0

@@ -16,7 +16,7 @@ from typing import Protocol
 import attrs
 
 from tszmq.errors import TszmqError
-from tszmq.types import Completion
+from tszmq.types import Completion, TokenChunk
 from tszmq.wire.base import RowDetail
 
 __all__ = ["End", "Group", "Request", "Wakeable"]
@@ -53,7 +53,7 @@ class Group:
     Attributes:
         gate: Where that thread waits.
         finished: Requests that ended; it takes them out with ``popleft``.
-        touched: Streaming requests with new tokens, in order of arrival.
+        touched: Streaming requests with new tokens, in order of arrival; one may be there twice.
         wake_at: How many finished requests are worth waking it for.
         failed: One ended with an error since it last looked.
     """
@@ -63,7 +63,7 @@ class Group:
     def __init__(self, gate: Wakeable) -> None:
         self.gate = gate
         self.finished: deque[Request] = deque()
-        self.touched: dict[Request, None] = {}
+        self.touched: deque[Request] = deque()
         self.wake_at = 1
         self.failed = False
 
@@ -82,6 +82,7 @@ class Request:
         engine_index: Where it was placed; -1 before admission.
         tokens: Token ids so far, four bytes each.
         logprobs: One double a token, or None when not asked for.
+        top_limit: How many of the most likely tokens it asked for beside the sampled one.
         streaming: Somebody reads chunks: ``visible`` is kept and ``gate`` woken at each.
         visible: Tokens that readers may take.
         end: None while unfinished.
@@ -106,6 +107,7 @@ class Request:
         "sent",
         "streaming",
         "tokens",
+        "top_limit",
         "top_logprobs",
         "visible",
         "wire_id",
@@ -120,6 +122,7 @@ class Request:
         *,
         label: str | None = None,
         logprobs: bool = False,
+        top_limit: int = 0,
         streaming: bool = False,
         group: Group | None = None,
         position: int = 0,
@@ -130,6 +133,7 @@ class Request:
         self.engine_index = -1
         self.tokens = array("I")
         self.logprobs: array[float] | None = array("d") if logprobs else None
+        self.top_limit = top_limit
         self.top_logprobs: list[dict[int, float]] | None = None
         self.detail: RowDetail | None = None
         self.cached_tokens = 0
@@ -151,6 +155,22 @@ class Request:
         if self.logprobs is not None:
             count = min(count, len(self.logprobs))
         self.visible = count
+
+    def chunk(self, start: int, finish_reason: str | None) -> TokenChunk:
+        """What readers may take from ``start`` on; without the lock, as the head of this file
+        says."""
+        stop = self.visible
+        logprobs, top = self.logprobs, self.top_logprobs
+        return TokenChunk(
+            request_id=self.label,
+            token_ids=self.tokens[start:stop].tolist(),
+            finish_reason=finish_reason,
+            logprobs=None if logprobs is None else logprobs[start:stop].tolist(),
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=stop,
+            cached_tokens=self.cached_tokens,
+            top_logprobs=None if top is None else top[start:stop],
+        )
 
     def completion(self, finish_reason: str | None, now: float) -> Completion:
         """What came, as the caller gets it; under the lock, or after the end."""

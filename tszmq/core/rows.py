@@ -27,7 +27,7 @@ from tszmq.core.request import Request, Wakeable
 from tszmq.errors import DecodeError
 from tszmq.wire.base import EngineBatch
 
-__all__ = ["Applied", "Rows"]
+__all__ = ["Applied", "Rows", "most_likely"]
 
 _extend = array.fromlist
 _engine_of = attrgetter("engine_index")
@@ -54,6 +54,18 @@ class Applied:
     owed: Sequence[Request]
     source: int | None
     hidden: bool = False
+
+
+def most_likely(logprobs: dict[int, float], limit: int) -> dict[int, float]:
+    """The sampled token, which comes first, and the ``limit`` most likely ones.
+
+    Engines fill a batch up to its widest request, so that there may be more.
+    """
+    if len(logprobs) <= limit:
+        return logprobs
+    (sampled, value), *others = logprobs.items()
+    among_them = value >= others[limit - 1][1]
+    return {sampled: value, **dict(others[: limit - among_them])}
 
 
 class Rows:
@@ -168,14 +180,14 @@ class Rows:
 
     def publish(self) -> list[Wakeable]:
         """Let readers see what their rows have; after ``spill``. Returns whom to wake."""
-        wakes = []
+        gates: dict[Wakeable, None] = {}  # each once: those of a group share theirs
         for position in self.streams:
             request = self.requests[position]
             request.publish()
             if request.group is not None:
-                request.group.touched[request] = None
-            wakes.append(request.gate)
-        return wakes
+                request.group.touched.append(request)
+            gates[request.gate] = None
+        return list(gates)
 
     # -- the long way
 
@@ -209,8 +221,9 @@ class Rows:
         """What few rows carry beyond the columns."""
         for position, detail in (batch.details or {}).items():
             row = self.requests[position]
-            if detail.top_logprobs is not None:
-                row.top_logprobs = [*(row.top_logprobs or ()), *detail.top_logprobs]
+            if detail.top_logprobs is not None and row.top_limit:
+                top = [most_likely(each, row.top_limit) for each in detail.top_logprobs]
+                row.top_logprobs = [*(row.top_logprobs or ()), *top]
             if detail.cached_tokens is not None:
                 row.cached_tokens = detail.cached_tokens
             if row.detail is not None and detail.prompt_logprobs is None:

@@ -34,6 +34,7 @@ import zmq
 
 from tszmq.core.request import ABORTED, End, Request
 from tszmq.core.startup import Startup
+from tszmq.core.wave import WaveClock
 from tszmq.errors import ClientClosed, DeadlineExceeded, DecodeError, TszmqError
 from tszmq.net import mailbox as mail
 from tszmq.net.greeter import Greeter
@@ -77,6 +78,7 @@ class _Link:
 
     fd: int
     epoch: int
+    lockstep: bool
 
 
 def run_control(
@@ -125,6 +127,8 @@ class _Control:
         self._index_of: dict[int, int] = {}  # fd of an input connection -> engine index
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence = itertools.count()
+        self._waves = WaveClock()
+        self._asleep = False  # a lockstep group was given a request and has not been woken
         self._deadlines: list[tuple[float, int, mail.Expire]] = []
         self._stopping = False
         self._quiet = False
@@ -214,7 +218,7 @@ class _Control:
         self._startup.registered(index)
         with self._shared.state as flights:
             epoch = flights.register(info, time.monotonic())
-        self._links[index] = _Link(fd, epoch)
+        self._links[index] = _Link(fd, epoch, info.lockstep)
         self._index_of[fd] = index
         self._order(Joined(index, peer_pid(fd), _batch_bytes(info)))
         self._publish_muster()
@@ -261,9 +265,18 @@ class _Control:
         del self._links[item.engine_index]
         self._index_of.pop(link.fd, None)
         self._outbox.forget(item.engine_index)
+        if link.lockstep:
+            self._lose_group(item.engine_index, item.reason)
         for index in self._startup.died(item.engine_index):
             self._greeter.send_init(index)
         self._publish_muster()
+
+    def _lose_group(self, dead: int, reason: str) -> None:
+        """No rank of a lockstep group can step without the others."""
+        for index, link in list(self._links.items()):
+            if link.lockstep:
+                text = f"engine {dead} of its lockstep group died ({reason})"
+                self._begin_death(index, text, grace=0.0)
 
     def _suspect(self, item: mail.Suspect) -> None:
         if item.engine_index is None:
@@ -330,12 +343,31 @@ class _Control:
         while items:
             item = items.popleft()
             self._actions[type(item)](self, item)
+        if self._asleep:
+            self._wake_group()
 
     def _add(self, item: mail.Add) -> None:
         request = item.request
         if request.end is None:
             request.sent = True
             self._send(request.engine_index, item.frames)
+            link = self._links.get(request.engine_index)
+            self._asleep |= link is not None and link.lockstep
+
+    def _call(self, item: mail.Call) -> None:
+        if item.engine_index in self._links:  # else the receiver has failed it
+            self._send(item.engine_index, item.frames)
+
+    def _observe_wave(self, item: mail.Wave) -> None:
+        self._waves.observe(item.signal)
+
+    def _wake_group(self) -> None:
+        """Every rank, whoever got the request: none steps before all are awake."""
+        self._asleep = False
+        frames = self._shared.protocol.encode_start_wave(self._waves.next())
+        for index, link in list(self._links.items()):
+            if link.lockstep:
+                self._send(index, frames)
 
     def _send(self, index: int, frames: list[bytes]) -> None:
         reason = self._outbox.send(index, frames, time.monotonic())
@@ -386,6 +418,8 @@ class _Control:
 
     _actions: dict[type, Callable[..., None]] = {  # noqa: RUF012 - a dispatch table
         mail.Add: _add,
+        mail.Call: _call,
+        mail.Wave: _observe_wave,
         mail.Abort: _post_abort,
         mail.Withdraw: _withdraw,
         mail.Expire: _watch_deadline,

@@ -13,8 +13,20 @@ from typing import Any
 import attrs
 
 from tszmq.core.request import Request
+from tszmq.wire.base import StartWave, WaveComplete
 
-__all__ = ["Abort", "Add", "Dropped", "Expire", "Mailbox", "Stop", "Suspect", "Withdraw"]
+__all__ = [
+    "Abort",
+    "Add",
+    "Call",
+    "Dropped",
+    "Expire",
+    "Mailbox",
+    "Stop",
+    "Suspect",
+    "Wave",
+    "Withdraw",
+]
 
 
 @attrs.frozen(eq=False)
@@ -66,11 +78,27 @@ class Suspect:
 
 
 @attrs.frozen(eq=False)
+class Call:
+    """Send a utility call, whose answer is waited for."""
+
+    engine_index: int
+    frames: list[bytes]
+
+
+@attrs.frozen(eq=False)
+class Wave:
+    """A lockstep group said where its waves are."""
+
+    signal: WaveComplete | StartWave
+
+
+@attrs.frozen(eq=False)
 class Dropped:
     """The receiver has ended everything that a dead engine held."""
 
     engine_index: int
     epoch: int
+    reason: str
     requests: list[Request]
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,12 +21,18 @@ import zmq
 
 from tszmq.core.request import End, Wakeable
 from tszmq.errors import DecodeError, EngineDead, TszmqError
-from tszmq.net.mailbox import Dropped, Suspect
+from tszmq.net.mailbox import Dropped, Suspect, Wave
 from tszmq.net.peers import Attribution
 from tszmq.net.shared import Shared, wake_all
 from tszmq.net.sockets import WAKE, Owned
 from tszmq.types import Completion
-from tszmq.wire.base import ENGINE_CORE_DEAD, BatchDecoder
+from tszmq.wire.base import (
+    ENGINE_CORE_DEAD,
+    BatchDecoder,
+    StartWave,
+    UtilityResult,
+    WaveComplete,
+)
 
 __all__ = ["Blame", "Halt", "Joined", "OutputClosed", "Retire", "run_receiver"]
 
@@ -153,6 +159,8 @@ class _Receiver:
             batch = self._decoder.decode(frames)
             with self._shared.state as flights:
                 applied = flights.apply(batch, time.monotonic())
+            if batch.signals:
+                self._pass_on(batch.signals)
         except DecodeError as error:
             self._note_unreadable(frame.get(zmq.SRCFD), error)
             return
@@ -164,6 +172,15 @@ class _Receiver:
             self._unreadable.pop(frame.get(zmq.SRCFD), None)
         if applied.source is not None and not self._sources.knows(applied.source):
             self._sources.learn(applied.source, frame.get(zmq.SRCFD))
+
+    def _pass_on(self, signals: Sequence[WaveComplete | StartWave | UtilityResult]) -> None:
+        """What is not rows: answers to their callers, waves to the control thread."""
+        for signal in signals:
+            if isinstance(signal, UtilityResult):
+                with self._shared.state as flights:
+                    self._wakes += flights.calls.answer(signal)
+            else:
+                self._shared.mailbox.post(Wave(signal))
 
     def _rest(self) -> list[bytes]:
         """The other frames of a message: they belong to it, whatever becomes of it."""
@@ -217,13 +234,16 @@ class _Receiver:
         end = End(error=partial(_engine_dead, kind, index, reason), abort=True)
         with self._shared.state as flights:
             dropped = flights.drop(index, order.epoch, end, time.monotonic())
-            granted = flights.grant()
+            waiting = flights.grant()
+            if dropped is not None:
+                failed = partial(_engine_dead_in_call, kind, index, reason)
+                waiting += flights.calls.fail(failed, index)
+        wake_all(waiting)
         if dropped is None:
             return
         self._sources.forget(index)
-        wake_all(granted)
         wake_all(request.gate for request in dropped)
-        self._shared.mailbox.post(Dropped(index, order.epoch, dropped))
+        self._shared.mailbox.post(Dropped(index, order.epoch, reason, dropped))
         _log.error("tszmq: engine %d is dead: %s; %d requests failed", index, reason, len(dropped))
 
     # -- orders of the control thread
@@ -267,6 +287,14 @@ class _Receiver:
         Blame: _blame_all,
         Halt: _halt,
     }
+
+
+def _engine_dead_in_call(kind: type[EngineDead], index: int, reason: str) -> TszmqError:
+    return kind(
+        f"engine {index} is dead: {reason}; it did not answer the call",
+        engine_index=index,
+        reason=reason,
+    )
 
 
 def _engine_dead(

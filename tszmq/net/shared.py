@@ -76,7 +76,7 @@ class Shared:
         with self.state as flights:
             unfinished = flights.close(error)
             ended = [request for request in unfinished if flights.withdraw(request, end, now)]
-            waiting = flights.everyone_waiting()
+            waiting = flights.everyone_waiting() + flights.calls.fail(error, None)
         self.own_up(ended)
         wake_all(waiting)
         wake_all(request.gate for request in ended)

@@ -1,0 +1,80 @@
+"""Every chunk of many requests in one thread."""
+
+from __future__ import annotations
+
+import pytest
+
+import tszmq
+from tszmq import Client, SamplingParams, TokenChunk
+from tszmq.sim import expected_logprobs, expected_tokens
+
+
+@pytest.fixture(scope="module")
+def client():
+    with Client.embedded(2) as client:
+        yield client
+
+
+def test_chunks_joined_are_the_whole_outputs(client):
+    """With logprobs beside them, counts that grow, and one last chunk each."""
+    prompts = [[i, i + 1] for i in range(100)]
+    params = SamplingParams(max_tokens=40, logprobs=True)
+    tokens: dict[int, list[int]] = {i: [] for i in range(100)}
+    logprobs: dict[int, list[float]] = {i: [] for i in range(100)}
+    ended = {}
+    for index, chunk in client.stream_many(prompts, params, max_inflight=30):
+        assert index not in ended
+        tokens[index] += chunk.token_ids
+        logprobs[index] += chunk.logprobs
+        assert chunk.completion_tokens == len(tokens[index])
+        if chunk.finish_reason is not None:
+            ended[index] = chunk.finish_reason
+    assert ended == dict.fromkeys(range(100), "length")
+    assert tokens == {i: expected_tokens(prompt, 40) for i, prompt in enumerate(prompts)}
+    assert all(values == expected_logprobs(40) for values in logprobs.values())
+
+
+def test_chunks_come_while_others_run(client):
+    """A short request's last chunk before a long one's."""
+    params = [SamplingParams(max_tokens=2000), SamplingParams(max_tokens=2)]
+    order = [i for i, chunk in client.stream_many([[1], [2]], params) if chunk.finish_reason]
+    assert order == [1, 0]
+
+
+def test_leaving_aborts(client):
+    """Closing the iterator ends what is unfinished."""
+    chunks = client.stream_many([[1], [2], [3]], SamplingParams(max_tokens=5000))
+    index, chunk = next(chunks)
+    assert isinstance(chunk, TokenChunk)
+    assert index in range(3)
+    chunks.close()
+    assert [client.inflight(engine.engine_index) for engine in client.engines] == [0, 0]
+
+
+def test_errors_stand_in_their_places(client):
+    """What came before an error is handed out before it."""
+    params = SamplingParams(max_tokens=7000, ignore_eos=True)
+    seen: dict[int, list[object]] = {0: [], 1: []}
+    for index, item in client.stream_many([[1], []], params, errors="return", timeout=0.3):
+        seen[index].append(item)
+    assert isinstance(seen[1][0], tszmq.InvalidRequest)
+    *chunks, last = seen[0]
+    if isinstance(last, tszmq.DeadlineExceeded):
+        came = [token for chunk in chunks for token in chunk.token_ids]  # type: ignore[attr-defined]
+        assert last.partial is not None
+        assert came == last.partial.token_ids
+    else:  # an engine that is quick enough
+        assert isinstance(last, TokenChunk)
+        assert last.finish_reason == "length"
+    with pytest.raises(tszmq.InvalidRequest):
+        list(client.stream_many([[1], []], params))
+
+
+def test_closing_the_client_ends_it():
+    """ClientClosed for each that was unfinished."""
+    with Client.embedded(1, step_ms=2) as own:
+        chunks = own.stream_many([[1], [2]], SamplingParams(max_tokens=5000), errors="return")
+        next(chunks)
+        own.close()
+        rest = [item for _, item in chunks]
+        assert sum(isinstance(item, tszmq.ClientClosed) for item in rest) == 2

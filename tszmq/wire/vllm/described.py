@@ -1,0 +1,22 @@
+"""Decoded values in error texts: short, however large or deep the value is."""
+
+from __future__ import annotations
+
+__all__ = ["described"]
+
+_MAX_CHARS = 60
+
+
+def described(value: object) -> str:
+    """A scalar as it is, text shortened, and of a container its kind and size."""
+    if value is None or type(value) in (bool, int, float):
+        return repr(value)
+    if isinstance(value, str):
+        return repr(value[:_MAX_CHARS])
+    if isinstance(value, (list, tuple)):
+        return f"an array of {len(value)}"
+    if isinstance(value, dict):
+        return f"a map of {len(value)}"
+    if isinstance(value, bytes):
+        return f"{len(value)} bytes"
+    return f"a {type(value).__name__}"
