@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
@@ -18,6 +17,7 @@ from tszmq.net.gate import Gate
 from tszmq.net.mailbox import Add
 from tszmq.net.submit import admit, give_up, withdraw_all
 from tszmq.prepare import check_timeout
+from tszmq.progress import PROGRESS_SECONDS, meter
 from tszmq.types import SamplingParams, TokenChunk
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = ["as_completed", "generate_many", "stream_many"]
 
-_PROGRESS_SECONDS = 0.1  # at most this often, while nothing else wakes the thread
 _WINDOW = 1024  # requests in flight of one call, unless the engines run more
 
 
@@ -121,7 +120,7 @@ class _Batch:
         self._params = _each(params, self._total)
         self._checks_params = not isinstance(self._params, itertools.repeat)
         self._window = _window(client, max_inflight)
-        self._meter = _meter(progress)
+        self._meter = meter(progress)
         self._prompts = iter(enumerate(prompts))
         self._return_errors = errors == "return"
         self._eager = eager  # hand out each as soon as it ends
@@ -231,7 +230,7 @@ class _Batch:
             self._group.wake_at = self._worth_waking()
             limit = self._deadline
             if self._meter is not None:
-                limit = min(limit or math.inf, time.monotonic() + _PROGRESS_SECONDS)
+                limit = min(limit or math.inf, time.monotonic() + PROGRESS_SECONDS)
             if self._gate.wait(self._has_news, limit):
                 return True
             self._report()
@@ -377,46 +376,3 @@ def _window(client: Client, max_inflight: object) -> int:
     # Twice what the engines run, so that their queues never run dry.
     running = sum(info.max_num_seqs for info in client.engines if info.alive)
     return max(_WINDOW, 2 * running)
-
-
-_Meter = Callable[[int, "int | None", bool], None]
-
-
-def _meter(progress: object) -> _Meter | None:
-    """What shows the progress; told (done, total, whether that was the last)."""
-    if progress is False or progress is None:
-        return None
-    if progress is True:
-        return _Line()
-    if not callable(progress):
-        raise TypeError(f"progress must be True, False or a callable, got {progress!r:.80}")
-    return _Callback(progress)
-
-
-class _Callback:
-    """Calls the caller's function when the number has changed, and for the last."""
-
-    def __init__(self, function: Callable[[int, int | None], object]) -> None:
-        self._function = function
-        self._shown = -1
-
-    def __call__(self, done: int, total: int | None, last: bool) -> None:
-        if done != self._shown:
-            self._shown = done
-            self._function(done, total)
-
-
-class _Line:
-    """One line on standard error, rewritten at most ten times a second."""
-
-    def __init__(self) -> None:
-        self._next = 0.0
-
-    def __call__(self, done: int, total: int | None, last: bool) -> None:
-        now = time.monotonic()
-        if now < self._next and not last:
-            return
-        self._next = now + _PROGRESS_SECONDS
-        of = "" if total is None else f"/{total}"
-        sys.stderr.write(f"\r{done}{of} done" + ("\n" if last else ""))
-        sys.stderr.flush()

@@ -16,19 +16,17 @@ from typing import TypeVar
 import attrs
 
 from tszmq.core.calls import Calls
+from tszmq.core.endings import ending, tokens_lost
 from tszmq.core.ids import WireIds
 from tszmq.core.policy import Policy
 from tszmq.core.request import End, Request, Wakeable
 from tszmq.core.routing import RoutingState
-from tszmq.core.rows import Applied, Rows
+from tszmq.core.rows import Applied, Rows, only_rows
 from tszmq.errors import (
-    EnginePaused,
-    RequestRejected,
-    TokensLost,
     TszmqError,
 )
-from tszmq.types import Completion, EngineHealth, EngineInfo
-from tszmq.wire.base import RUNNING, EngineBatch, RowDetail
+from tszmq.types import EngineHealth, EngineInfo
+from tszmq.wire.base import EngineBatch
 
 __all__ = ["Applied", "EngineRecord", "Flights"]
 
@@ -273,7 +271,7 @@ class Flights:
         """Look the ids up, drop the rows of requests that are not (or no longer) ours."""
         found = list(map(self.requests.get, batch.request_ids))
         if None in found:
-            batch = _only(batch, [i for i, row in enumerate(found) if row is not None])
+            batch = only_rows(batch, [i for i, row in enumerate(found) if row is not None])
         self._rows = Rows(batch.request_ids, [row for row in found if row is not None])
         return batch, self._rows
 
@@ -284,7 +282,7 @@ class Flights:
         for position, reason in enumerate(batch.finish_reasons):
             if reason:
                 row = rows.requests[position]
-                ends[position] = _ending(row, reason)
+                ends[position] = ending(row, reason)
                 if batch.cached_tokens is not None:
                     row.cached_tokens = batch.cached_tokens[position]
         return ends
@@ -295,7 +293,7 @@ class Flights:
         for position, count in enumerate(counts):
             if count > len(rows.arrays[position]):
                 ended[position] = End(
-                    error=partial(_tokens_lost, count),
+                    error=partial(tokens_lost, count),
                     abort=position not in ended,
                 )
 
@@ -385,58 +383,3 @@ class Flights:
         record.last_output = now
         self.routing.commit(index, batch.load)
         return index
-
-
-def _ending(row: Request, reason: str) -> End:
-    """What a terminal row means for its request."""
-    if reason == "error" or (reason == "abort" and not row.tokens):
-        return End(error=partial(_refusal, row.detail))
-    return End(finish_reason=reason)
-
-
-def _refusal(detail: RowDetail | None, partial_result: Completion) -> TszmqError:
-    """An abort that nobody asked for, without a token, is how TokenSpeed refuses a request."""
-    if detail is None or detail.error_message is None:
-        return RequestRejected(
-            f"engine {partial_result.engine_index} refused the request and gave no reason on "
-            f"the wire ({partial_result.prompt_tokens} prompt tokens): its log has it"
-        )
-    kind = EnginePaused if detail.error_code == "engine_paused" else RequestRejected
-    return kind(
-        f"engine {partial_result.engine_index}: {detail.error_message:.500}",
-        code=detail.error_code,
-        retryable=detail.retryable,
-    )
-
-
-def _tokens_lost(count: int, partial_result: Completion) -> TszmqError:
-    return TokensLost(
-        f"engine {partial_result.engine_index} counts {count} tokens of this request, "
-        f"{partial_result.completion_tokens} came: a message was lost",
-        partial=partial_result,
-    )
-
-
-def _only(batch: EngineBatch, keep: list[int]) -> EngineBatch:
-    """The batch with only those rows."""
-
-    def pick(column: list[_T]) -> list[_T]:
-        return [column[i] for i in keep]
-
-    def pick_optional(column: list[_T] | None) -> list[_T] | None:
-        return None if column is None else pick(column)
-
-    details = batch.details
-    reasons = pick(batch.finish_reasons)
-    return attrs.evolve(
-        batch,
-        request_ids=pick(batch.request_ids),
-        token_ids=pick(batch.token_ids),
-        finish_reasons=reasons,
-        num_finished=len(reasons) - reasons.count(RUNNING),
-        completion_tokens=pick_optional(batch.completion_tokens),
-        prompt_tokens=pick_optional(batch.prompt_tokens),
-        cached_tokens=pick_optional(batch.cached_tokens),
-        logprobs=pick_optional(batch.logprobs),
-        details=details and {at: details[i] for at, i in enumerate(keep) if i in details},
-    )

@@ -19,18 +19,19 @@ from array import array
 from collections.abc import Sequence
 from math import nan
 from operator import attrgetter, length_hint
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 
 from tszmq.core.request import Request, Wakeable
 from tszmq.errors import DecodeError
-from tszmq.wire.base import EngineBatch
+from tszmq.wire.base import RUNNING, EngineBatch
 
-__all__ = ["Applied", "Rows", "most_likely"]
+__all__ = ["Applied", "Rows", "most_likely", "only_rows"]
 
 _extend = array.fromlist
 _engine_of = attrgetter("engine_index")
+_T = TypeVar("_T")
 _SPILL_STEPS = 64  # bounds how long a spill takes
 
 
@@ -229,3 +230,28 @@ class Rows:
             if row.detail is not None and detail.prompt_logprobs is None:
                 detail.prompt_logprobs = row.detail.prompt_logprobs
             row.detail = detail
+
+
+def only_rows(batch: EngineBatch, keep: list[int]) -> EngineBatch:
+    """The batch with only those rows."""
+
+    def pick(column: list[_T]) -> list[_T]:
+        return [column[i] for i in keep]
+
+    def pick_optional(column: list[_T] | None) -> list[_T] | None:
+        return None if column is None else pick(column)
+
+    details = batch.details
+    reasons = pick(batch.finish_reasons)
+    return attrs.evolve(
+        batch,
+        request_ids=pick(batch.request_ids),
+        token_ids=pick(batch.token_ids),
+        finish_reasons=reasons,
+        num_finished=len(reasons) - reasons.count(RUNNING),
+        completion_tokens=pick_optional(batch.completion_tokens),
+        prompt_tokens=pick_optional(batch.prompt_tokens),
+        cached_tokens=pick_optional(batch.cached_tokens),
+        logprobs=pick_optional(batch.logprobs),
+        details=details and {at: details[i] for at, i in enumerate(keep) if i in details},
+    )

@@ -19,8 +19,6 @@ What can happen, and what follows:
 from __future__ import annotations
 
 import contextlib
-import heapq
-import itertools
 import logging
 import threading
 import time
@@ -44,6 +42,7 @@ from tszmq.net.receiver import Blame, Halt, Joined, OutputClosed, Retire
 from tszmq.net.shared import Muster, Shared, wake_all
 from tszmq.net.silence import SilenceWatch
 from tszmq.net.sockets import WAKE, Sockets
+from tszmq.net.timers import Timers
 from tszmq.types import Completion, EngineInfo
 from tszmq.wire.startup import engine_index
 
@@ -59,6 +58,7 @@ _CLOSING_LINGER_MS = 200  # for the last aborts to leave
 _JOIN_SECONDS = 5.0
 _ABORTS_A_MESSAGE = 1024
 _BLOCKED_POLL_MS = 5
+_LONGEST_POLL = 3600.0
 _MESSAGES_A_TURN = 1000
 
 
@@ -125,11 +125,9 @@ class _Control:
         self._silence = SilenceWatch(settings.silence_timeout, settings.silence_warning)
         self._links: dict[int, _Link] = {}
         self._index_of: dict[int, int] = {}  # fd of an input connection -> engine index
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
-        self._sequence = itertools.count()
+        self._timers = Timers()
         self._waves = WaveClock()
         self._asleep = False  # a lockstep group was given a request and has not been woken
-        self._deadlines: list[tuple[float, int, mail.Expire]] = []
         self._stopping = False
         self._quiet = False
         self._poller = zmq.Poller()
@@ -166,23 +164,23 @@ class _Control:
 
     def _timeout_ms(self) -> int | None:
         """Until the next clock is due; None to wait for events alone."""
-        due = [heap[0][0] for heap in (self._timers, self._deadlines) if heap]
+        due = self._timers.next_due()
         limit = _BLOCKED_POLL_MS if self._outbox.blocked else None
-        if not due:
+        if due is None:
             return limit
-        # Rounded up: waking a fraction early would only come round again.
-        wait = max(0, int((min(due) - time.monotonic()) * 1000) + 1)
+        # Rounded up: waking a fraction early would only come round again. Bounded: poll() takes
+        # an int of 32 bits, and a deadline may be infinite.
+        wait = int(min(max(0.0, due - time.monotonic()), _LONGEST_POLL) * 1000) + 1
         return wait if limit is None else min(wait, limit)
 
     def _at(self, seconds: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._sequence), action))
+        self._timers.at(time.monotonic() + seconds, action)
 
     def _run_timers(self) -> None:
         now = time.monotonic()
-        while self._timers and self._timers[0][0] <= now:
-            heapq.heappop(self._timers)[2]()
-        while self._deadlines and self._deadlines[0][0] <= now:
-            self._expire(heapq.heappop(self._deadlines)[2], now)
+        self._timers.run_due(now)
+        for item in self._timers.expired(now):
+            self._end(item.request, deadline_end(item.timeout))
 
     # -- engines come
 
@@ -402,15 +400,7 @@ class _Control:
             self._abort([request])
 
     def _watch_deadline(self, item: mail.Expire) -> None:
-        heapq.heappush(self._deadlines, (item.deadline, next(self._sequence), item))
-        # Most requests end long before their deadline: do not keep them all until then.
-        if len(self._deadlines) > 1024 and next(self._sequence) % 1024 == 0:
-            self._deadlines = [entry for entry in self._deadlines if entry[2].request.end is None]
-            heapq.heapify(self._deadlines)
-
-    def _expire(self, item: mail.Expire, now: float) -> None:
-        if item.request.end is None:
-            self._end(item.request, deadline_end(item.timeout))
+        self._timers.watch(item)
 
     def _stop(self, item: mail.Stop) -> None:
         self._stopping = True

@@ -23,6 +23,7 @@ from tszmq.wire.base import (
     UtilityResult,
     WaveComplete,
 )
+from tszmq.wire.startup import MAX_ENGINE_INDEX
 from tszmq.wire.vllm.arrays import ArrayReader
 from tszmq.wire.vllm.described import described
 from tszmq.wire.vllm.rows import read_rare
@@ -32,7 +33,6 @@ __all__ = ["VllmDecoder"]
 
 _SHORTEST = 2
 _ELEMENTS = 8  # through start_wave
-MAX_ENGINE_INDEX = 0xFFFF
 _COUNT_LIMIT = 2**32
 _RAW_VIEW = 3  # the extension type of an array's bytes
 

@@ -16,7 +16,7 @@ from tszmq.errors import DecodeError, InvalidRequest, UnsupportedField
 from tszmq.wire.base import UtilityResult
 from tszmq.wire.vllm.described import described
 
-__all__ = ["Opaque", "encode_call", "plain_fault", "read_result"]
+__all__ = ["Opaque", "encode_call", "is_text", "plain_fault", "read_result"]
 
 _UTILITY = b"\x03"
 _CLIENT_INDEX = 0  # one input and one output address are given to the engine: there is no other
