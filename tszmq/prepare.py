@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 import time
 
-import attrs
-
 from tszmq.core.ids import WireIds
 from tszmq.core.request import Group, Request, Wakeable
-from tszmq.errors import EngineDead, InvalidRank, InvalidRequest
+from tszmq.errors import InvalidRequest
 from tszmq.net.shared import Shared
 from tszmq.types import EngineInfo, SamplingParams, token_id_list
 from tszmq.wire.base import AddRequest
@@ -104,41 +102,8 @@ class Preparer:
         return request, frames
 
     def _engine(self, rank: object) -> EngineInfo:
-        """What to validate against: the pinned engine, or the narrowest of the living ones."""
+        """What to validate against."""
         if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int)):
-            raise TypeError(f"data_parallel_rank must be an int or None, got {rank!r}")
+            raise TypeError(f"data_parallel_rank must be an int or None, got {rank!r:.80}")
         with self._shared.state as flights:
-            if flights.closed is not None:
-                raise flights.closed()
-            infos = {index: record.info for index, record in flights.engines.items()}
-        if rank is not None:
-            return _pinned(rank, infos)
-        alive = [info for info in infos.values() if info.alive]
-        if not alive:
-            raise EngineDead("every engine is dead: restart one, or close this client")
-        return alive[0] if len(alive) == 1 else _narrowest(alive)
-
-
-def _pinned(rank: int, infos: dict[int, EngineInfo]) -> EngineInfo:
-    info = infos.get(rank)
-    if info is None:
-        raise InvalidRank(
-            f"data_parallel_rank={rank} names no engine of this client; there are "
-            f"{', '.join(map(str, sorted(infos)))}"
-        )
-    if not info.alive:
-        raise EngineDead(
-            f"data_parallel_rank={rank} names an engine that is dead", engine_index=rank
-        )
-    return info
-
-
-def _narrowest(infos: list[EngineInfo]) -> EngineInfo:
-    """The strictest limits of all: an unpinned request may go to any of them."""
-    lengths = [info.max_model_len for info in infos if info.max_model_len > 0]
-    caches = [i.kv_cache_size_tokens for i in infos if i.kv_cache_size_tokens is not None]
-    return attrs.evolve(
-        infos[0],
-        max_model_len=min(lengths, default=0),
-        kv_cache_size_tokens=min(caches, default=None),
-    )
+            return flights.limits(rank)

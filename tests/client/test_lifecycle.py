@@ -16,7 +16,7 @@ import pytest
 
 import tszmq
 from tests.client_fixtures import answer_one, inflight
-from tests.mock_engine import eventually, in_thread, stays_true
+from tests.mock_engine import UNIT, eventually, in_thread, stays_true
 from tszmq import SamplingParams
 
 pytestmark = [
@@ -479,7 +479,7 @@ def exits_cleanly(result):
     assert result.exit_code == 0, result
     assert result.errors == ""
     assert result.leaving is not None
-    assert result.leaving < 2
+    assert result.leaving < 2 * UNIT
 
 
 @pytest.mark.parametrize("name", EXITS)

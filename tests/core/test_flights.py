@@ -436,9 +436,9 @@ def test_a_count_above_what_came_ends_the_request(reason):
     assert applied.wakes == [request.gate]
     # An engine that has not finished it has to be told.
     assert applied.owed == ([] if reason else [request])
-    with pytest.raises(TokensLost, match=r"counts 4 tokens.* 3 came") as caught:
+    with pytest.raises(TokensLost, match=r"counts 4 tokens.* 2 came before") as caught:
         request.result()
-    assert caught.value.partial.token_ids == [1, 2, 5]
+    assert caught.value.partial.token_ids == [1, 2]  # not what came after the gap
     assert caught.value.partial.finish_reason is None
     assert other.end is None
     place.check()
@@ -735,9 +735,11 @@ def apply_naively(expected: dict[str, Expected], batch: Any) -> None:
             ends.setdefault(batch.request_ids[i], "refused" if refused else reason)
         elif each.request.streaming:
             each.cached = batch.cached_tokens[i]
-    for i, each in known:
-        if batch.completion_tokens[i] > len(each.tokens):
-            ends[batch.request_ids[i]] = "lost"
+    gaps = [(i, each) for i, each in known if batch.completion_tokens[i] > len(each.tokens)]
+    for i, each in gaps:
+        ends[batch.request_ids[i]] = "lost"
+        kept = len(each.tokens) - len(batch.token_ids[i])  # what came after the gap is not shown
+        del each.tokens[kept:], each.logprobs[kept:]
     for wire_id, end in ends.items():
         expected[wire_id].end = end
 

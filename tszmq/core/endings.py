@@ -37,6 +37,6 @@ def _refusal(detail: RowDetail | None, partial_result: Completion) -> TszmqError
 def tokens_lost(count: int, partial_result: Completion) -> TszmqError:
     return TokensLost(
         f"engine {partial_result.engine_index} counts {count} tokens of this request, "
-        f"{partial_result.completion_tokens} came: a message was lost",
+        f"{partial_result.completion_tokens} came before a gap: a message was lost",
         partial=partial_result,
     )

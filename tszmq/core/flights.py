@@ -20,7 +20,7 @@ from tszmq.core.endings import ending, tokens_lost
 from tszmq.core.ids import WireIds
 from tszmq.core.policy import Policy
 from tszmq.core.request import End, Request, Wakeable
-from tszmq.core.routing import RoutingState
+from tszmq.core.routing import RoutingState, all_dead
 from tszmq.core.rows import Applied, Rows, only_rows
 from tszmq.errors import (
     TszmqError,
@@ -73,6 +73,7 @@ class Flights:
         self.engines: dict[int, EngineRecord] = {}
         self.requests: dict[str, Request] = {}
         self.calls = Calls()
+        self._narrowest: EngineInfo | None = None  # of the living engines
         self.closed: Callable[[], TszmqError] | None = None
         self.max_inflight = max_inflight
         self._epochs = 0
@@ -94,6 +95,7 @@ class Flights:
         index = info.engine_index
         self.routing.add_engine(index)
         self.engines[index] = EngineRecord(info, self._epochs, self._wire_ids.new(), now, now)
+        self._find_narrowest()
         return self._epochs
 
     def suspend(self, index: int, reason: str) -> bool:
@@ -104,7 +106,26 @@ class Flights:
         record.first_error = record.first_error or reason
         record.info = attrs.evolve(record.info, alive=False)
         self.routing.suspend_engine(index)
+        self._find_narrowest()
         return True
+
+    def _find_narrowest(self) -> None:
+        alive = [record.info for record in self.engines.values() if record.info.alive]
+        self._narrowest = narrowest(alive) if alive else None
+
+    def limits(self, pinned: int | None) -> EngineInfo:
+        """What a request has to fit: the pinned engine, or the narrowest of the living ones.
+
+        Raises:
+            ClientClosed, EngineDead, InvalidRank: As ``admit`` would.
+        """
+        if self.closed is not None:
+            raise self.closed()
+        if pinned is not None:
+            return self.engines[self.routing.choose(0, pinned)].info
+        if self._narrowest is None:
+            raise all_dead()
+        return self._narrowest
 
     def drop(self, index: int, epoch: int, end: End, now: float) -> list[Request] | None:
         """An engine is dead: end every request it held, each with an error of its own.
@@ -260,9 +281,12 @@ class Flights:
         rows.store_details(batch)
         ended = self._ends(rows, batch) if batch.num_finished else {}
         counts = batch.completion_tokens
+        gaps: list[int] = []
         if counts is not None and counts != list(map(len, rows.arrays)):
-            self._find_gaps(rows, counts, ended)
+            gaps = self._find_gaps(rows, counts, ended)
         self._commit(rows, batch, ended, now)
+        for position in gaps:
+            rows.take_back(position, len(batch.token_ids[position]))
         if not ended:
             rows.open_steps(batch)
         return self._deliver(rows, batch, ended, now)
@@ -288,14 +312,14 @@ class Flights:
         return ends
 
     @staticmethod
-    def _find_gaps(rows: Rows, counts: list[int], ended: dict[int, End]) -> None:
+    def _find_gaps(rows: Rows, counts: list[int], ended: dict[int, End]) -> list[int]:
         """A row that counts more tokens than arrived has lost a message: end it with that."""
-        for position, count in enumerate(counts):
-            if count > len(rows.arrays[position]):
-                ended[position] = End(
-                    error=partial(tokens_lost, count),
-                    abort=position not in ended,
-                )
+        gaps = [at for at, count in enumerate(counts) if count > len(rows.arrays[at])]
+        for position in gaps:
+            ended[position] = End(
+                error=partial(tokens_lost, counts[position]), abort=position not in ended
+            )
+        return gaps
 
     def _commit(self, rows: Rows, batch: EngineBatch, ended: dict[int, End], now: float) -> None:
         """Load and releases in one step. The rows tell whose batch it is: ids are secret to the
@@ -383,3 +407,14 @@ class Flights:
         record.last_output = now
         self.routing.commit(index, batch.load)
         return index
+
+
+def narrowest(infos: list[EngineInfo]) -> EngineInfo:
+    """The strictest limits of all: an unpinned request may go to any of them."""
+    lengths = [info.max_model_len for info in infos if info.max_model_len > 0]
+    caches = [i.kv_cache_size_tokens for i in infos if i.kv_cache_size_tokens is not None]
+    return attrs.evolve(
+        infos[0],
+        max_model_len=min(lengths, default=0),
+        kv_cache_size_tokens=min(caches, default=None),
+    )

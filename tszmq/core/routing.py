@@ -24,7 +24,12 @@ from tszmq.core.policy import LeastLoaded, Policy, RequestView
 from tszmq.errors import EngineDead, InvalidRank
 from tszmq.types import EngineLoad
 
-__all__ = ["RoutingState"]
+__all__ = ["RoutingState", "all_dead"]
+
+
+def all_dead() -> EngineDead:
+    """No engine is left."""
+    return EngineDead("every engine is dead: restart one, or close this client")
 
 
 class _Engine:
@@ -148,7 +153,7 @@ class RoutingState:
         if pinned is not None:
             return self._check_pin(pinned)
         if not self._alive:
-            raise EngineDead("every engine is dead: restart one, or close this client")
+            raise all_dead()
         scores = self._scores
         if self._policy.uses_request:
             request = RequestView(prompt_tokens, pinned)

@@ -210,6 +210,14 @@ class Rows:
             self.forget()
             raise DecodeError(f"a token id is not an int in [0, 2**32): {error!s:.80}") from None
 
+    def take_back(self, position: int, count: int) -> None:
+        """Remove a row's last tokens, which nobody was shown: they came after a gap."""
+        if count:
+            del self.arrays[position][-count:]
+            logprobs = self.requests[position].logprobs
+            if logprobs is not None:
+                del logprobs[-count:]
+
     def store_logprobs(self, batch: EngineBatch) -> None:
         """One a token for those who asked, NaN where none came, or later ones would slip."""
         for position in self._scored:
@@ -223,8 +231,9 @@ class Rows:
         for position, detail in (batch.details or {}).items():
             row = self.requests[position]
             if detail.top_logprobs is not None and row.top_limit:
-                top = [most_likely(each, row.top_limit) for each in detail.top_logprobs]
-                row.top_logprobs = [*(row.top_logprobs or ()), *top]
+                if row.top_logprobs is None:
+                    row.top_logprobs = []
+                row.top_logprobs += [most_likely(x, row.top_limit) for x in detail.top_logprobs]
             if detail.cached_tokens is not None:
                 row.cached_tokens = detail.cached_tokens
             if row.detail is not None and detail.prompt_logprobs is None:

@@ -28,7 +28,7 @@ __all__ = ["Greeter"]
 _log = logging.getLogger("tszmq")
 
 _WILDCARDS = ("0.0.0.0", "::", "*")
-_WARNINGS = 20  # about strangers; the rest is only counted
+_WARNINGS = 50  # the rest is only counted
 
 
 class Greeter:
@@ -51,6 +51,7 @@ class Greeter:
         self.socket = socket
         self.failed: str | None = None
         """What the first engine said that failed to start."""
+        self._warnings = 0
         self._startup = startup
         self._endpoints = endpoints
         self._parallel_config = parallel_config
@@ -90,8 +91,13 @@ class Greeter:
 
     def _ignore(self, what: str) -> None:
         self._startup.ignored += 1
-        if self._startup.ignored <= _WARNINGS:
-            _log.warning("tszmq: a message on the handshake socket is ignored: %s", what)
+        self._warn(f"a message on the handshake socket is ignored: {what}")
+
+    def _warn(self, text: str) -> None:
+        """Anyone who reaches the socket can cause these: they must not fill the log."""
+        self._warnings += 1
+        if self._warnings <= _WARNINGS:
+            _log.warning("tszmq: %s", text)
 
     def _hello(self, index: int, frame: zmq.Frame) -> None:
         fd = frame.get(zmq.SRCFD)
@@ -102,10 +108,9 @@ class Greeter:
         if self._startup.hello(index, fd):
             self.send_init(index)
         else:
-            _log.warning(
-                "tszmq: an engine said HELLO with index %d, which is taken: it is kept waiting "
-                "until that place is free",
-                index,
+            self._warn(
+                f"an engine said HELLO with index {index}, which is taken: it is kept waiting "
+                "until that place is free"
             )
 
     def send_init(self, index: int) -> None:

@@ -39,7 +39,7 @@ __all__ = ["Blame", "Halt", "Joined", "OutputClosed", "Retire", "run_receiver"]
 _log = logging.getLogger("tszmq")
 
 _DRAIN_BATCHES = 32  # messages handled before those who wait are woken
-_DRAIN_SECONDS = 1.0  # how long a dead engine's last messages are looked for
+_DRAIN_SECONDS = 0.3  # how long a dead engine's last messages are looked for
 _UNREADABLE_IN_A_ROW = 3
 _MAX_FRAMES = 4096
 
@@ -123,21 +123,26 @@ class _Receiver:
         socket, limit = self._socket, time.monotonic() + _DRAIN_SECONDS
         taken = 0
         while socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator,arg-type]
-            if taken >= _DRAIN_BATCHES and not self._dead:
-                break
-            if self._dead and time.monotonic() > limit:
-                break
+            if taken >= _DRAIN_BATCHES:
+                if not self._dead or time.monotonic() > limit:
+                    break
+                self._wake()
+                taken = 0
             self._take(socket.recv(copy=False))
             taken += 1
+        self._wake()
+        dead, self._dead = self._dead, []
+        for order in dead:
+            self._retire(order)
+
+    def _wake(self) -> None:
+        """Wake everyone whom the last batches concern."""
         wakes, self._wakes = self._wakes, []
         if self._hidden:
             self._hidden = False
             with self._shared.state as flights:
                 wakes += flights.reveal()
         wake_all(wakes)
-        dead, self._dead = self._dead, []
-        for order in dead:
-            self._retire(order)
 
     def _take(self, frame: Any) -> None:
         data = frame.bytes

@@ -97,7 +97,25 @@ class Shared:
             closed.__cause__ = cause
             return closed
 
-        self.close(error)
+        try:
+            self.close(error)
+        except BaseException:  # the state itself is what is broken: nobody shall wait for it
+            self._let_go(error)
+
+    def _let_go(self, error: Callable[[], TszmqError]) -> None:
+        """End what ``close`` could not; its places at the engines are not given back."""
+        end = End(error=lambda _: error(), abort=True)
+        with self.state as flights:
+            ended = list(flights.requests.values())
+            flights.requests.clear()
+            for request in ended:
+                request.end = end
+                if request.group is not None:
+                    request.group.finished.append(request)
+                    request.group.failed = True
+            waiting = flights.everyone_waiting() + flights.calls.fail(error, None)
+        wake_all([*waiting, *(request.gate for request in ended)])
+        self.arrivals.wake()
 
     def own_up(self, ended: Sequence[Request]) -> None:
         """Abort what ended here but may go on at its engine."""
