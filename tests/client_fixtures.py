@@ -187,3 +187,10 @@ def answer_one(client: tszmq.Client, engine: Any, ids: Sequence[int] = (1,)) -> 
 def inflight(client: tszmq.Client) -> list[int]:
     """Unfinished requests of every engine."""
     return [client.inflight(engine.engine_index) for engine in client.engines]
+
+
+def partial_of(error: Any) -> tszmq.Completion:
+    """What had come before that error."""
+    partial = error.partial
+    assert isinstance(partial, tszmq.Completion)
+    return partial

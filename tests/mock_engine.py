@@ -24,7 +24,9 @@ T = TypeVar("T")
 
 SENTINEL = b"ENGINE_CORE_DEAD"
 VOCABULARY = 32000
-PATIENCE = 10.0 * float(os.environ.get("TSZMQ_TIME_UNIT", "1"))
+UNIT = float(os.environ.get("TSZMQ_TIME_UNIT", "1"))
+"""Seconds that count as one; more on a slow machine."""
+PATIENCE = 10.0 * UNIT
 """Seconds after which a wait for something that must happen is a failure."""
 
 
@@ -630,7 +632,7 @@ class AutoEngine:
         while not self._closing.is_set():
             working = self._running and not self._stalled.is_set()
             pause = max(0.0, next_step - time.monotonic()) if working else None
-            events = dict(poller.poll(None if pause is None else pause * 1000))
+            events = dict(poller.poll(None if pause is None else round(pause * 1000)))
             if self._wake_read in events:
                 os.read(self._wake_read, 100)
             for message in engine.drain():

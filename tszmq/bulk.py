@@ -14,8 +14,9 @@ from tszmq.core.request import ABORTED, Group, Request
 from tszmq.errors import ClientClosed, DeadlineExceeded, ForkedClient, InvalidRequest, TszmqError
 from tszmq.net.control import deadline_end
 from tszmq.net.gate import Gate
-from tszmq.net.mailbox import Add
+from tszmq.net.mailbox import Add, Settle
 from tszmq.net.submit import admit, give_up, withdraw_all
+from tszmq.ownership import holds_a_lock
 from tszmq.prepare import check_timeout
 from tszmq.progress import PROGRESS_SECONDS, meter
 from tszmq.types import SamplingParams, TokenChunk
@@ -142,19 +143,27 @@ class _Batch:
         """(index, Completion or exception) as they end."""
         try:
             while True:
+                if self._is_late():
+                    self._expire()
                 self._fill()
-                yield from self._settle()
+                if self._settled:
+                    yield from self._settle()
+                    continue
                 if self._exhausted and not self._unfinished and self._held is None:
                     return
                 if not self._wait():
                     self._expire()
                 self._collect()
         finally:
-            self._report(last=True)
+            if not holds_a_lock():  # else the collector ends this inside a guarded block
+                self._report(last=True)
 
     def _fill(self) -> None:
         """Send prompts while there is room."""
         while len(self._unfinished) < self._window:
+            # What has ended is handed out first, however slowly the prompts come.
+            if self._has_news() or self._is_late():
+                return
             if self._held is None and not self._pull():
                 return
             if self._held is not None and not self._place(*self._held):
@@ -198,7 +207,7 @@ class _Batch:
         try:
             placed = admit(self._session, request, None, self._ticket)
         except TszmqError as error:
-            placed = True
+            placed, self._held = True, None
             self._fail(request.position, error)
         else:
             if placed:
@@ -218,24 +227,26 @@ class _Batch:
     def _give_up_rest(self, error: Callable[[], Exception]) -> None:
         """No more prompts are pulled; where their number is known, each gets an error."""
         self._exhausted = True
-        if self._held is not None:
-            self._settled.append((self._held[0].position, error()))
-            self._held = None
-        for index in range(self._pulled, self._total or 0):
+        held, self._held = self._held, None
+        if held is not None:
+            self._settled.append((held[0].position, error()))
+        total = max(self._pulled, self._total or 0)
+        for index in range(self._pulled, total):
             self._settled.append((index, error()))
+        self._pulled = total
 
     def _wait(self) -> bool:
-        """Wait until enough has ended; False when the batch's time is over."""
-        while True:
-            self._group.wake_at = self._worth_waking()
-            limit = self._deadline
-            if self._meter is not None:
-                limit = min(limit or math.inf, time.monotonic() + PROGRESS_SECONDS)
-            if self._gate.wait(self._has_news, limit):
-                return True
+        """Wait until enough has ended, or it is time to report; False when time is over."""
+        self._group.wake_at = self._worth_waking()
+        limit = self._deadline
+        if self._meter is not None:
+            limit = min(limit or math.inf, time.monotonic() + PROGRESS_SECONDS)
+        if not self._gate.wait(self._has_news, limit):
             self._report()
-            if self._deadline is not None and time.monotonic() >= self._deadline:
-                return False
+        return not self._is_late()
+
+    def _is_late(self) -> bool:
+        return self._deadline is not None and time.monotonic() >= self._deadline
 
     def _worth_waking(self) -> int:
         """A wake costs more than a finish: take several at once where nobody waits for one."""
@@ -284,8 +295,10 @@ class _Batch:
             return
         start = self._taken.get(request.position, 0)
         if finish_reason is not None or request.visible > start:
-            self._settled.append((request.position, request.chunk(start, finish_reason)))
-            self._taken[request.position] = request.visible
+            chunk = request.chunk(start, finish_reason)
+            self._settled.append((request.position, chunk))
+            # Not what is visible by now: more may have come since the chunk was made.
+            self._taken[request.position] = chunk.completion_tokens
 
     def _expire(self) -> None:
         timeout = self._timeout
@@ -296,6 +309,7 @@ class _Batch:
 
     def _settle(self) -> Iterator[tuple[int, Any]]:
         """Hand out what has ended, or raise the first error."""
+        self._leave_queue()
         while self._settled:
             index, outcome = self._settled.popleft()
             if not isinstance(outcome, TokenChunk) or outcome.finish_reason is not None:
@@ -307,12 +321,25 @@ class _Batch:
 
     def abort_rest(self) -> None:
         """Whatever happened: nothing of this call stays unfinished, and no place is queued for."""
-        give_up(self._session, self._ticket)
         withdraw_all(self._session, list(self._unfinished.values()), ABORTED)
         self._unfinished.clear()
+        give_up(self._session, self._ticket)
+
+    def __del__(self) -> None:
+        # A signal may cut off even the lines above.
+        unfinished = getattr(self, "_unfinished", None)
+        if unfinished and not self._session.is_foreign():
+            self._session.shared.mailbox.post(Settle(list(unfinished.values()), ABORTED))
+
+    def _leave_queue(self) -> None:
+        """The caller's code runs next, for as long as it likes: hold up nobody's turn."""
+        if self._held is not None:
+            give_up(self._session, self._ticket)
+            self._ticket.woken = False
 
     def _report(self, *, last: bool = False) -> None:
         if self._meter is not None:
+            self._leave_queue()
             done = self._done + len(self._settled) + len(self._group.finished)
             self._meter(done, self._total, last)
 

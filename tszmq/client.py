@@ -7,11 +7,13 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NoReturn
 
 from tszmq import bulk
 from tszmq.calls import EngineCalls
+from tszmq.checks import shown
 from tszmq.core.flights import Flights
 from tszmq.core.policy import Policy
 from tszmq.core.request import ABORTED, Request
@@ -19,9 +21,10 @@ from tszmq.errors import ConnectError, HandshakeTimeout, InvalidRank, InvalidReq
 from tszmq.net.addresses import check_endpoints
 from tszmq.net.control import Settings, deadline_end
 from tszmq.net.gate import Gate
+from tszmq.net.mailbox import Do
 from tszmq.net.session import Session
-from tszmq.net.submit import expire_at, submit, withdraw
-from tszmq.ownership import Mutex
+from tszmq.net.submit import expire_at, submit, withdraw, withdraw_all
+from tszmq.ownership import Mutex, holds_a_lock
 from tszmq.prepare import Preparer, check_timeout
 from tszmq.stream import RequestStream
 from tszmq.types import (
@@ -33,6 +36,7 @@ from tszmq.types import (
     SamplingParams,
 )
 from tszmq.wire import find_protocol
+from tszmq.wire.startup import encode_init
 
 __all__ = ["BoundClient", "Client"]
 
@@ -86,7 +90,7 @@ class BoundClient:
 
     def close(self, timeout: float = _CLOSE_SECONDS) -> None:
         """Free the addresses; a ``connect`` that waits elsewhere raises ClientClosed."""
-        self._session.close(timeout)
+        self._session.close(check_timeout(timeout, "timeout"))
 
     def __enter__(self) -> BoundClient:
         return self
@@ -236,11 +240,18 @@ class Client(EngineCalls):
         For callers who start the engines themselves: give them ``bound.endpoints.handshake``,
         then call ``bound.connect()``.
         """
+        if not isinstance(allow_remote, bool):
+            raise TypeError(f"allow_remote must be True or False, got {shown(allow_remote)}")
         checked = check_endpoints(endpoints, allow_remote)
+        if policy is not None and not all(
+            hasattr(policy, name) for name in ("score", "pick", "uses_request")
+        ):
+            raise TypeError(f"policy must be a tszmq.core.policy.Policy, got {shown(policy)}")
+        encode_init("", "", parallel_config)  # refuses what cannot be sent
         _check_count(engine_count, "engine_count", 65536)
         if max_inflight is not None:
             _check_count(max_inflight, "max_inflight", None)
-        _check_count(max_message_bytes, "max_message_bytes", None)
+        _check_count(max_message_bytes, "max_message_bytes", 2**62)
         settings = Settings(
             silence_timeout=_check_limit(silence_timeout, "silence_timeout"),
             silence_warning=_check_limit(silence_warning, "silence_warning"),
@@ -438,10 +449,13 @@ class Client(EngineCalls):
 
     def _abort_where(self, chosen: Callable[[Request], bool]) -> None:
         self._session.check_process()
+        if holds_a_lock():
+            # A finalizer of the caller's, run by the collector inside a guarded block.
+            self._session.shared.mailbox.post(Do(partial(self._abort_where, chosen)))
+            return
         with self._session.shared.state as flights:
-            requests = [request for request in flights.requests.values() if chosen(request)]
-        for request in requests:
-            withdraw(self._session, request, ABORTED)
+            requests = list(flights.requests.values())
+        withdraw_all(self._session, [each for each in requests if chosen(each)], ABORTED)
 
     # -- engines
 
@@ -491,7 +505,7 @@ class Client(EngineCalls):
     def _state_of(self, engine_index: int) -> Mutex[Flights]:
         self._session.check_process()
         if isinstance(engine_index, bool) or not isinstance(engine_index, int):
-            raise TypeError(f"engine_index must be an int, got {engine_index!r}")
+            raise TypeError(f"engine_index must be an int, got {shown(engine_index)}")
         state = self._session.shared.state
         with state as flights:
             indices = sorted(flights.engines)
@@ -512,7 +526,7 @@ class Client(EngineCalls):
         Args:
             timeout: Seconds to wait for the threads; they go on ending after that.
         """
-        self._session.close(timeout)
+        self._session.close(check_timeout(timeout, "timeout"))
 
     def __enter__(self) -> Client:
         return self
@@ -541,10 +555,10 @@ def _deadline(timeout: float | None, now: float) -> float | None:
 
 def _check_count(value: object, what: str, most: int | None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{what} must be an int, got {value!r}")
+        raise TypeError(f"{what} must be an int, got {shown(value)}")
     if value < 1 or (most is not None and value > most):
         limit = "at least 1" if most is None else f"in [1, {most}]"
-        raise InvalidRequest(f"{what} must be {limit}, got {value}")
+        raise InvalidRequest(f"{what} must be {limit}, got {shown(value)}")
 
 
 def _check_limit(value: float | None, what: str) -> float | None:

@@ -13,6 +13,7 @@ wrong order *before* it blocks, a lock taken twice, and a value used after its b
 from __future__ import annotations
 
 import enum
+import operator
 import os
 import sys
 import threading
@@ -71,14 +72,14 @@ _guards: set[weakref.ref[Mutex[Any]]] = set()
 
 def mutex(level: Level, value: T) -> Mutex[T]:
     """A guard that owns ``value``; keep no other reference to it."""
-    guard: Mutex[T] = _Checked(level, value) if CHECKED else _plain(value)
+    guard: Mutex[T] = _checked(level, value) if CHECKED else _plain(value)
     _guards.add(weakref.ref(guard, _guards.discard))
     return guard
 
 
 def lock(level: Level) -> AbstractContextManager[object]:
     """A lock in the order that guards no single value."""
-    return _Checked(level, None) if CHECKED else threading.RLock()
+    return _checked(level, None) if CHECKED else threading.RLock()
 
 
 def holds_a_lock() -> bool:
@@ -88,8 +89,10 @@ def holds_a_lock() -> bool:
     stream: it must not take the lock again then (nor another client's, which could deadlock
     with a thread doing the reverse), but post what it wants done.
     """
-    # tuple() copies in one C call: other threads may add and remove meanwhile.
-    return any(guard is not None and guard.owned() for guard in [ref() for ref in tuple(_guards)])
+    # A copy of a set is one step in C; tuple() would allocate between two of its own, and the
+    # collector's callbacks would change the set under it.
+    guards = [ref() for ref in _guards.copy()]
+    return any(guard is not None and guard.owned() for guard in guards)
 
 
 def _plain(value: T) -> Mutex[T]:
@@ -111,11 +114,11 @@ def _plain(value: T) -> Mutex[T]:
 class _Borrow:
     """Stands for a guarded value inside its block, and refuses to afterwards."""
 
-    __slots__ = ("_name", "_target")
+    __slots__ = ("__weakref__", "_guard", "_target")
 
-    def __init__(self, target: object, name: str) -> None:
+    def __init__(self, target: object, guard: _Checked[Any]) -> None:
         object.__setattr__(self, "_target", target)
-        object.__setattr__(self, "_name", name)
+        object.__setattr__(self, "_guard", guard)
 
     def __getattr__(self, attribute: str) -> Any:
         return getattr(_target_of(self), attribute)
@@ -124,29 +127,26 @@ class _Borrow:
         setattr(_target_of(self), attribute, value)
 
 
-_ENDED = object()
-
-
 def _target_of(borrow: _Borrow) -> object:
-    target = object.__getattribute__(borrow, "_target")
-    if target is _ENDED:
-        name = object.__getattribute__(borrow, "_name")
-        raise LockOrderError(f"the value of {name} was used after its block ended")
-    return target
+    guard = object.__getattribute__(borrow, "_guard")
+    if not guard.owned() or all(entry.borrow() is not borrow for entry in _this_thread.held):
+        raise LockOrderError(
+            f"the value of {guard.name} was used after its block ended, or by another thread"
+        )
+    return object.__getattribute__(borrow, "_target")
 
 
 class _Held:
-    """One lock that a thread holds, where it took it, and the value it lent."""
+    """One lock that a thread holds or is about to take, where, and the value it is lent."""
 
-    __slots__ = ("borrow", "guard", "where")
+    __slots__ = ("borrow", "level", "lock", "text")
 
     def __init__(self, guard: _Checked[Any], where: str, borrow: _Borrow) -> None:
-        self.guard = guard
-        self.where = where
-        self.borrow = borrow
-
-    def __str__(self) -> str:
-        return f"{self.guard.name} (taken at {self.where})"
+        self.lock = guard.raw
+        self.level = guard.level
+        self.text = f"{guard.name} (taken at {where})"
+        # Weak: what a block leaves behind must not keep the value alive.
+        self.borrow = weakref.ref(borrow)
 
 
 class _PerThread(threading.local):
@@ -157,63 +157,55 @@ class _PerThread(threading.local):
 _this_thread = _PerThread()
 
 
+def _checked(level: Level, value: T) -> Mutex[T]:
+    """The guard of debug builds.
+
+    As in the plain one, no bytecode runs between taking the lock and the block, nor between the
+    block and the release: the check comes before, and what a block leaves behind is cleared
+    when its thread takes a lock again.
+    """
+    raw: Any = threading.RLock()
+    body = {"__slots__": (), "__exit__": raw.__exit__, "owned": staticmethod(raw._is_owned)}
+    kind: Any = type("Mutex", (_Checked,), body)
+    guard = kind(level, value, raw)
+    # Each entry: check() gives (None, the loan), acquire() gives True, which picks the loan.
+    entries = map(operator.getitem, iter(guard.check, None), iter(raw.acquire, None))
+    kind.__enter__ = entries.__next__
+    return cast("Mutex[T]", guard)
+
+
 class _Checked(Mutex[T]):
-    """The guard of debug builds."""
+    __slots__ = ("_value", "level", "name", "raw")
 
-    __slots__ = ("_level", "_raw", "_value", "name")
-
-    def __init__(self, level: Level, value: T) -> None:
-        self._level = level
-        self._raw: Any = threading.RLock()
+    def __init__(self, level: Level, value: T, raw: Any) -> None:
+        self.level = level
+        self.raw = raw
         self._value = value
         self.name = f"{level.name} lock {id(self):#x}"
 
-    def __enter__(self) -> T:
+    def check(self) -> tuple[None, _Borrow]:
+        """Whether the calling thread may take this lock; the value that it will be lent."""
         frame = sys._getframe(1)
         where = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-        self._check_order(where)
-        borrow = _Borrow(self._value, self.name)
-        held = _Held(self, where, borrow)
-        try:
-            self._raw.acquire()
-            _this_thread.held.append(held)
-        except BaseException:
-            # A signal handler raised right after the lock was taken.
-            if self._raw._is_owned():
-                _forget(held)
-                self._raw.release()
-            raise
-        return cast(T, borrow)
+        held = [entry for entry in _this_thread.held if entry.lock._is_owned()]
+        self._check_order(held, where)
+        borrow = _Borrow(self._value, self)
+        held.append(_Held(self, where, borrow))
+        _this_thread.held = held
+        return None, borrow
 
-    def __exit__(self, *_: object) -> None:
-        for held in reversed(_this_thread.held):
-            if held.guard is self:
-                object.__setattr__(held.borrow, "_target", _ENDED)
-                _forget(held)
-                break
-        self._raw.release()
-
-    def owned(self) -> bool:
-        return bool(self._raw._is_owned())
-
-    def _check_order(self, where: str) -> None:
-        held = _this_thread.held
+    def _check_order(self, held: list[_Held], where: str) -> None:
         if not held:
             return
-        if any(entry.guard is self for entry in held):
+        if any(entry.lock is self.raw for entry in held):
             problem = f"{self.name} is taken twice by one thread"
-        elif max(entry.guard._level for entry in held) >= self._level:
+        elif max(entry.level for entry in held) >= self.level:
             problem = f"{self.name} is taken against the order"
         else:
             return
         raise LockOrderError(
             f"{problem} at {where}, while thread {threading.current_thread().name!r} holds "
-            + ", ".join(map(str, held))
+            + ", ".join(entry.text for entry in held)
             + "; the order is "
             + ", ".join(level.name for level in Level)
         )
-
-
-def _forget(held: _Held) -> None:
-    if held in _this_thread.held:
-        _this_thread.held.remove(held)

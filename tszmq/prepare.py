@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 
+from tszmq.checks import shown
 from tszmq.core.ids import WireIds
 from tszmq.core.request import Group, Request, Wakeable
 from tszmq.errors import InvalidRequest
@@ -24,10 +25,14 @@ def check_timeout(timeout: object, what: str) -> float:
         TypeError, InvalidRequest: It is not.
     """
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-        raise TypeError(f"{what} must be a number of seconds or None, got {timeout!r}")
-    if math.isnan(timeout) or timeout < 0:
-        raise InvalidRequest(f"{what} must be at least 0 seconds, got {timeout}")
-    return float(timeout)
+        raise TypeError(f"{what} must be a number of seconds or None, got {shown(timeout)}")
+    try:
+        seconds = float(timeout)
+    except OverflowError:  # an int beyond all floats
+        seconds = math.inf if timeout > 0 else -math.inf
+    if math.isnan(seconds) or seconds < 0:
+        raise InvalidRequest(f"{what} must be at least 0 seconds, got {shown(timeout)}")
+    return seconds
 
 
 class Preparer:
@@ -78,8 +83,10 @@ class Preparer:
             raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
         if label is not None and not isinstance(label, str):
             raise TypeError(f"request_id must be a str, got {type(label).__name__}")
+        if label is not None:
+            label = str.__str__(label)  # of a subclass, the plain text: it is compared under a lock
         if priority is not None and (isinstance(priority, bool) or not isinstance(priority, int)):
-            raise TypeError(f"priority must be an int, got {priority!r}")
+            raise TypeError(f"priority must be an int, got {shown(priority)}")
         engine = self._engine(rank)
         protocol = self._shared.protocol
         protocol.check(tokens, params, priority, engine)
@@ -104,6 +111,6 @@ class Preparer:
     def _engine(self, rank: object) -> EngineInfo:
         """What to validate against."""
         if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int)):
-            raise TypeError(f"data_parallel_rank must be an int or None, got {rank!r:.80}")
+            raise TypeError(f"data_parallel_rank must be an int or None, got {shown(rank)}")
         with self._shared.state as flights:
             return flights.limits(rank)

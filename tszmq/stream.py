@@ -9,10 +9,11 @@ from typing import NoReturn
 from tszmq.core.request import ABORTED, End, Request
 from tszmq.errors import TszmqError
 from tszmq.net.gate import Gate
-from tszmq.net.mailbox import Withdraw
+from tszmq.net.mailbox import Settle
 from tszmq.net.session import Session
 from tszmq.net.submit import withdraw
 from tszmq.ownership import Level, lock
+from tszmq.prepare import check_timeout
 from tszmq.types import Completion, TokenChunk
 
 __all__ = ["RequestStream"]
@@ -92,14 +93,14 @@ class RequestStream:
 
     def _take(self, end: End | None) -> TokenChunk | None:
         """What came since the last chunk; under the readers' lock."""
-        request = self._request
-        start, stop = self._taken, request.visible
         finish_reason = None if end is None else end.finish_reason
-        if start == stop and finish_reason is None:
+        if self._request.visible == self._taken and finish_reason is None:
             return None
-        self._taken = stop
+        chunk = self._request.chunk(self._taken, finish_reason)
+        # Not what is visible by now: more may have come since the chunk was made.
+        self._taken = chunk.completion_tokens
         self._over = finish_reason is not None
-        return request.chunk(start, finish_reason)
+        return chunk
 
     def close(self) -> None:
         """Abort if unfinished; a reader blocked elsewhere gets StopIteration. Never blocks."""
@@ -122,7 +123,9 @@ class RequestStream:
         """
         self._session.check_process()
         request = self._request
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None
+        if timeout is not None:
+            deadline = time.monotonic() + check_timeout(timeout, "timeout")
         if not self._gate.wait(lambda: request.end is not None, deadline):
             raise TimeoutError(f"the request has not finished after {timeout} s; it goes on")
         return request.result()
@@ -142,7 +145,7 @@ class RequestStream:
         # Anywhere the collector runs: post, take no lock.
         request = getattr(self, "_request", None)
         if request is not None and request.end is None and not self._session.is_foreign():
-            self._session.shared.mailbox.post(Withdraw(request))
+            self._session.shared.mailbox.post(Settle([request], ABORTED))
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a RequestStream cannot be copied or pickled; take its result() instead")

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import tszmq
-from tests.client_fixtures import ClientAndEngines, answer_one, inflight
+from tests.client_fixtures import ClientAndEngines, answer_one, inflight, partial_of
 from tests.mock_engine import MockEngine, eventually, in_thread, predicted, predicted_logprob
 from tszmq import SamplingParams
 
@@ -308,7 +308,7 @@ def test_lost_tokens_raise_with_what_came(client_and_engines):
     engine.tokens(rid, [9], "stop", completion_tokens=7)
     with pytest.raises(tszmq.TokensLost) as caught:
         call.result(5)
-    partial = caught.value.partial
+    partial = partial_of(caught.value)
     assert list(partial.token_ids)[:2] == [5, 6]
     assert partial.request_id == "label"
     assert inflight(client) == [0]
@@ -362,7 +362,7 @@ def test_deadline_carries_what_came_and_aborts_once(client_and_engines):
         call.result(5)
     assert 0.38 <= time.monotonic() - started < 0.8
     assert isinstance(caught.value, TimeoutError)
-    partial = caught.value.partial
+    partial = partial_of(caught.value)
     assert partial.token_ids == [5, 6]
     assert partial.request_id == "label"
     assert partial.prompt_tokens == 2
@@ -453,8 +453,8 @@ def test_unfinished_results_are_complete_to_the_last_step(client_and_engines, ho
         client.abort_all()
         results = [call.result(2) for call in calls[:3]] + calls[3].result(2)
     else:
-        results = [call.exception(2).partial for call in calls[:3]]
-        results += [error.partial for error in calls[3].result(2)]
+        results = [partial_of(call.exception(2)) for call in calls[:3]]
+        results += [partial_of(error) for error in calls[3].result(2)]
     assert [list(done.token_ids) for done in results] == [expected] * 4
     assert list(results[1].logprobs) == [-float(token) for token in expected]
     engine.recv_aborts_of(add.rid for add in adds)

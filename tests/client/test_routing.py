@@ -403,7 +403,7 @@ def test_abort_by_label(client_and_engines):
     ]
     doomed = [open_stream(client, engines, request_id="batch_1") for _ in range(4)]
     blocked = in_thread(client.generate, [5], request_id="batch_1", data_parallel_rank=0)
-    doomed_rids = {engine.index: [] for engine in engines}
+    doomed_rids: dict[int, list[str]] = {engine.index: [] for engine in engines}
     for _, engine, rid in doomed:
         doomed_rids[engine.index].append(rid)
     rid = engines[0].recv_add().rid

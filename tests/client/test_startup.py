@@ -11,6 +11,7 @@ import socket
 import stat
 import threading
 import time
+from functools import partial
 
 import pytest
 import zmq
@@ -25,9 +26,14 @@ pytestmark = pytest.mark.timeout(30)
 LOOPBACK = "tcp://127.0.0.1:*"
 
 
-def ipc_path(address: str) -> str:
+def ipc_path(address: str | None) -> str:
+    assert address is not None
     assert address.startswith("ipc://"), address
     return address.removeprefix("ipc://")
+
+
+def all_alive(client: Client) -> bool:
+    return all(info.alive for info in client.engines)
 
 
 def check_bindable(address: str) -> None:
@@ -426,7 +432,7 @@ def test_successor_that_comes_as_its_predecessor_goes(client_and_engines, stage)
         for engine in engines:
             engine.finish_connect(5)
         client = call.result(5)
-        eventually(lambda client=client: all(info.alive for info in client.engines), 5)
+        eventually(partial(all_alive, client), 5)
         for engine in engines:
             answer_one(client, engine)
         client.close()
@@ -487,7 +493,7 @@ def test_engines_that_register_as_strangers_go(client_and_engines):
             engine.register()
         client = call.result(5)
         hanging_up.result(5)
-        stays_true(lambda client=client: all(info.alive for info in client.engines), 0.1)
+        stays_true(partial(all_alive, client), 0.1)
         for engine in engines:
             answer_one(client, engine)
         client.close()
@@ -691,7 +697,7 @@ def test_other_hosts_can_be_allowed():
             bound.endpoints.input,
             bound.endpoints.output,
         ):
-            assert re.fullmatch(r"tcp://.+:[1-9]\d*", address)
+            assert re.fullmatch(r"tcp://.+:[1-9]\d*", str(address))
 
 
 def test_port_in_use():

@@ -11,11 +11,12 @@ import struct
 import threading
 import time
 import weakref
+from typing import Any
 
 import pytest
 
 import tszmq
-from tests.client_fixtures import answer_one, inflight
+from tests.client_fixtures import answer_one, inflight, partial_of
 from tests.mock_engine import eventually, in_thread, predicted, stays_true
 from tszmq import SamplingParams
 
@@ -23,6 +24,15 @@ pytestmark = [
     pytest.mark.timeout(30),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),  # streams are dropped on purpose
 ]
+
+
+class Holder:
+    """Something to make reference cycles with."""
+
+    stream: Any
+    tokens: Any
+    itself: Any
+
 
 STILL_WAITING = (TimeoutError, concurrent.futures.TimeoutError)  # one class since Python 3.11
 
@@ -208,7 +218,7 @@ def test_results_of_refused_and_truncated_streams_raise(client_and_engines):
         engine.tokens(rid, [9], "stop", completion_tokens=4)
         with pytest.raises(tszmq.TokensLost) as caught:
             stream.result(5)
-        assert list(caught.value.partial.token_ids)[:1] == [5]
+        assert list(partial_of(caught.value).token_ids)[:1] == [5]
     assert inflight(client) == [0]
 
 
@@ -341,9 +351,6 @@ def test_stream_in_a_reference_cycle_aborts_when_collected(client_and_engines):
     """The collector may run anywhere; the abort comes all the same."""
     client, [engine] = client_and_engines()
 
-    class Holder:
-        pass
-
     holder = Holder()
     holder.stream = client.stream([1])
     holder.itself = holder
@@ -359,9 +366,6 @@ def test_stream_in_a_reference_cycle_aborts_when_collected(client_and_engines):
 def test_many_cycles_collected_while_tokens_flow(client_and_engines):
     """The collector strikes inside our own calls too, in any thread: nothing may hang."""
     client, [engine] = client_and_engines(auto=True)
-
-    class Holder:
-        pass
 
     def churn(number):
         for turn in range(25):
@@ -390,9 +394,6 @@ def test_generator_around_a_block_dropped_in_a_cycle(client_and_engines):
         with client.stream([1]) as stream:
             for chunk in stream:
                 yield from chunk.token_ids
-
-    class Holder:
-        pass
 
     holder = Holder()
     holder.tokens = tokens()
@@ -524,7 +525,7 @@ def test_request_timeout_aborts_though_nobody_reads(client_and_engines):
 
     with pytest.raises(tszmq.DeadlineExceeded) as caught:
         read()
-    assert caught.value.partial.token_ids == [5]
+    assert partial_of(caught.value).token_ids == [5]
     assert got in ([], [5])
     with pytest.raises(tszmq.DeadlineExceeded):
         stream.result(5)
@@ -542,7 +543,7 @@ def test_request_timeout_wakes_a_blocked_reader(client_and_engines):
         with pytest.raises(tszmq.DeadlineExceeded) as caught:
             next(stream)
         assert 0.28 <= time.monotonic() - started < 0.7
-        assert caught.value.partial.token_ids == [5]
+        assert partial_of(caught.value).token_ids == [5]
     expect_one_abort(engine, rid, client)
 
 
@@ -634,9 +635,9 @@ def test_any_sequence_of_batches(client_and_engines, seed):
         for n in range(count)
     ]
     rids = {add.prompt[0] - 1: add.rid for add in engine.recv_adds(count)}
-    tokens = {n: [] for n in range(count)}
-    logprobs = {n: [] for n in range(count)}
-    read = {n: [] for n in range(count)}
+    tokens: dict[int, list[int]] = {n: [] for n in range(count)}
+    logprobs: dict[int, list[float]] = {n: [] for n in range(count)}
+    read: dict[int, list[int]] = {n: [] for n in range(count)}
     reasons: dict[int, str] = {}
 
     def row(n, size, finish=""):

@@ -438,6 +438,7 @@ def test_a_count_above_what_came_ends_the_request(reason):
     assert applied.owed == ([] if reason else [request])
     with pytest.raises(TokensLost, match=r"counts 4 tokens.* 2 came before") as caught:
         request.result()
+    assert caught.value.partial is not None
     assert caught.value.partial.token_ids == [1, 2]  # not what came after the gap
     assert caught.value.partial.finish_reason is None
     assert other.end is None
@@ -546,7 +547,7 @@ def test_a_logprob_that_did_not_come_is_nan_and_holds_nothing_up(missing):
     place.apply((asked, [2, 3]), (other, [1]), logprobs=missing)
     assert asked.visible == 3
     place.apply((asked, [4]), (other, [1]), logprobs=[[-4.5], []])
-    values = asked.logprobs.tolist()
+    values = list(asked.logprobs or ())
     assert values[0] == -0.5
     assert all(map(math.isnan, values[1:3]))
     assert values[3] == -4.5
@@ -582,6 +583,70 @@ def test_cached_tokens_reach_streams_at_once_and_others_at_their_end():
     assert stream.cached_tokens == 2
     place.apply((stream, [1]), (plain, [1], "stop"), cached_tokens=[2, 3])
     assert plain.result().cached_tokens == 3
+
+
+def test_what_was_not_shown_yet_is_shown_at_the_end():
+    """Somebody aborts it between two looks of the receiver's."""
+    place = Place()
+    stream, other = place.admit(streaming=True), place.admit()
+    for count in (1, 2, 3):
+        place.flights.apply(place.step((stream, count), (other, 9), counts=[count] * 2), 2.0)
+    place.flights.withdraw(stream, ABORTED, 3.0)
+    assert stream.visible == 3
+    assert stream.result().token_ids == [1, 2, 3]
+
+
+def test_a_step_is_stored_like_any_batch():
+    """One token each, as most batches are: kept together, and dealt out when looked at."""
+    place = Place()
+    a, b = place.admit(logprobs=True), place.admit(logprobs=True)
+    for count in range(1, 200):
+        step = place.step(
+            (a, count), (b, 1000 + count), counts=[count] * 2, logprobs=[[-count], [count]]
+        )
+        place.flights.apply(step, 2.0)
+    assert place.tokens_of(a) == list(range(1, 200))
+    assert place.tokens_of(b) == list(range(1001, 1200))
+    assert list(a.logprobs or ()) == [-float(count) for count in range(1, 200)]
+    place.check()
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_a_step_that_counts_too_much_ends_the_request(row):
+    place = Place()
+    requests = [place.admit(), place.admit()]
+    counts = [0, 0]
+    for _ in range(5):
+        counts = [count + 1 for count in counts]
+        rows = [(request, 7) for request in requests]
+        place.flights.apply(place.step(*rows, counts=counts), 2.0)
+    counts = [count + 1 for count in counts]
+    counts[row] += 1
+    applied = place.flights.apply(place.step(*rows, counts=counts), 2.0)
+    assert applied.owed == [requests[row]]
+    with pytest.raises(TokensLost, match=r"counts 7 tokens.* 5 came before a gap") as caught:
+        requests[row].result()
+    assert caught.value.partial is not None
+    assert caught.value.partial.token_ids == [7] * 5  # what follows a gap is worth nothing
+    assert requests[1 - row].end is None
+    place.check()
+
+
+def test_steps_that_name_a_request_twice_keep_its_tokens_in_order():
+    place = Place()
+    a, b = place.admit(), place.admit()
+    expected: list[int] = []
+    for count in range(1, 6):
+        rows = [(a, 10 * count), (b, 1), (a, 10 * count + 1)]
+        place.flights.apply(place.step(*rows, counts=[2 * count, count, 2 * count]), 2.0)
+        expected += [10 * count, 10 * count + 1]
+    assert place.tokens_of(a) == expected
+    # The same with counts that go up by one: fewer than came is no loss.
+    for count in range(11, 15):
+        step = place.step((a, count), (b, 1), (a, -count % 100), counts=[count, count - 5, count])
+        place.flights.apply(step, 2.0)
+        expected += [count, -count % 100]
+    assert place.tokens_of(a) == expected
 
 
 def test_streams_are_woken_at_each_row_others_at_their_end():
@@ -630,6 +695,8 @@ def test_tickets_are_served_in_order():
     assert admit[0]()
     assert place.flights.grant() == []
     place.flights.withdraw(running[1], ABORTED, 2.0)
+    # Free, but there are those who have waited for it.
+    assert not place.flights.admit(place.request(), None, 1.0, Waiter())
     assert place.flights.grant() == [waiters[1]]
     assert admit[1]()
     place.check()
@@ -674,14 +741,20 @@ def test_a_granted_turn_that_ends_in_an_error_is_given_up():
     assert place.flights.give_up(first) == [second]
 
 
-def test_everyone_who_waits_is_named_once_after_close():
+def test_everyone_who_waits_is_named_after_close_until_he_leaves():
+    """As often as somebody asks: a signal may cut off whoever wakes them."""
     place = Place(max_inflight=1)
     place.admit()
     waiters = [Waiter(), Waiter()]
     for waiter in waiters:
         place.flights.admit(place.request(), None, 1.0, waiter)
     place.flights.close(lambda: ClientClosed("closed"))
-    assert place.flights.everyone_waiting() == waiters
+    for _ in range(2):
+        assert place.flights.everyone_waiting() == waiters
+    for waiter in waiters:
+        with pytest.raises(ClientClosed):
+            place.flights.admit(place.request(), None, 1.0, waiter)
+        place.flights.give_up(waiter)
     assert place.flights.everyone_waiting() == []
 
 
@@ -769,7 +842,7 @@ STEPS = st.lists(
 
 
 @settings(
-    max_examples=150,
+    max_examples=100,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
@@ -840,7 +913,7 @@ def apply_both(
     place: Place, expected: dict[str, Expected], ids: list[str], data: st.DataObject
 ) -> None:
     """Any batch at all: several tokens or none, ends, a bad token, a count that is too high."""
-    tokens = [data.draw(st.lists(TOKENS, max_size=2)) for _ in ids]
+    tokens: list[list[Any]] = [data.draw(st.lists(TOKENS, max_size=2)) for _ in ids]
     if ids and data.draw(st.integers(0, 7)) == 0:
         row = data.draw(st.integers(0, len(ids) - 1))
         tokens[row] = [*tokens[row], data.draw(st.sampled_from(BAD_TOKENS))]

@@ -158,6 +158,31 @@ def test_the_seam_reaches_from_the_flights():
     assert place.flights.routing.view(first.engine_index) == (1, 0, 301)
 
 
+class LeastResident:
+    """Weighs the KV cache that our requests occupy; its scores are kept by the state."""
+
+    uses_request = False
+
+    def score(self, engine: EngineView, request: RequestView | None = None) -> float:
+        return engine.resident_tokens
+
+    def pick(self, scores: Sequence[float], start: int) -> int:
+        return lowest_from(scores, start)
+
+
+def test_a_kept_score_follows_every_token():
+    """Batches that start and end nothing change an engine, too."""
+    place = Place(2, policy=LeastResident())
+    a, b = place.admit(0, 10), place.admit(1, 12)
+    place.flights.apply(place.step((a, 1), counts=[1], engine=0), 2.0)
+    place.flights.apply(place.step((b, 1), counts=[1], engine=1), 2.0)
+    assert place.flights.routing.choose(1) == 0
+    for count in range(2, 6):
+        place.flights.apply(place.step((a, 1), counts=[count], engine=0), 2.0)
+    assert place.flights.routing.view(0) == (1, 0, 15)
+    assert [place.flights.routing.choose(1) for _ in range(3)] == [1, 1, 1]
+
+
 def test_a_policy_that_raises_takes_no_place():
     class Broken(LeastLoaded):
         armed = False

@@ -128,7 +128,7 @@ def test_racing_releases_from_four_threads_count_once():
     for _ in range(50):
         index = state.reserve("racing", 7)
         start = threading.Barrier(4)
-        outcomes = []
+        outcomes: list[bool] = []
 
         def release(start=start, index=index, outcomes=outcomes):
             start.wait(10)

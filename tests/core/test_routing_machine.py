@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -212,4 +212,9 @@ class RoutingMachine(RuleBasedStateMachine):
 
 
 TestRouting = RoutingMachine.TestCase
-TestRouting.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestRouting.settings = settings(
+    max_examples=100,
+    stateful_step_count=40,
+    deadline=None,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking takes minutes
+)

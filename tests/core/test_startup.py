@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -73,6 +73,7 @@ def test_the_index_of_a_living_engine_is_kept_waiting(stage):
     if stage == "registered":
         startup.registered(0)
     assert not startup.hello(0, 20)
+    assert startup.describe_missing().endswith("is taken: 0")
     # The one that is there goes on unhurt.
     if stage != "registered":
         assert startup.expects_registration(0)
@@ -80,6 +81,9 @@ def test_the_index_of_a_living_engine_is_kept_waiting(stage):
     assert startup.num_missing() == 0
     assert startup.died(0) == [0]
     assert startup.expects_registration(0)
+    # It waits no longer: nobody is left when it dies in its turn.
+    startup.registered(0)
+    assert startup.died(0) == []
 
 
 def test_a_dead_engine_is_replaced_at_once():
@@ -320,4 +324,9 @@ class StartupMachine(RuleBasedStateMachine):
 
 
 TestStartup = StartupMachine.TestCase
-TestStartup.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestStartup.settings = settings(
+    max_examples=60,
+    stateful_step_count=30,
+    deadline=None,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking takes minutes
+)

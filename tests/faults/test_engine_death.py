@@ -277,7 +277,7 @@ def test_stopped_engine_does_not_hold_up_the_others(client_and_engines):
     engines[1].stop()
 
     def flood():
-        streams = []
+        streams: list[tszmq.RequestStream] = []
         with contextlib.suppress(tszmq.TszmqError):
             streams.extend(client.stream([1] * 8000, data_parallel_rank=1) for _ in range(3000))
         return len(streams)

@@ -14,7 +14,6 @@ from tests.mock_engine import eventually, in_thread, stays_true
 from tszmq import SamplingParams
 from tszmq.core.flights import Flights
 from tszmq.core.rows import Rows
-from tszmq.net import control, receiver
 from tszmq.net.greeter import Greeter
 from tszmq.net.outbox import Outbox
 from tszmq.wire.tokenspeed_decoder import TokenSpeedDecoder
@@ -25,7 +24,7 @@ LONG = SamplingParams(max_tokens=8000)
 
 
 class Waiters:
-    """One thread in every kind of wait that there is."""
+    """One thread in every kind of wait that there is; for a client with ``max_inflight=11``."""
 
     def __init__(self, client, engine) -> None:
         self.stream = client.stream([1], LONG)
@@ -57,11 +56,6 @@ class Waiters:
         for error in self.returning.result(3):
             assert isinstance(error, tszmq.ClientClosed)
             assert kind.__name__ in str(error)
-
-
-def waiters(client, engine) -> Waiters:
-    """For a client with ``max_inflight=11``."""
-    return Waiters(client, engine)
 
 
 def check_closed(client, kind) -> None:
@@ -96,7 +90,6 @@ BUGS = {
     "a bug in dealing out tokens": (Rows, "spill", IndexError("a bug")),
     "a bug in ending a request": (Flights, "_finish", KeyError("a bug")),
     "a bug in what is shown": (Flights, "reveal", TypeError("a bug")),
-    "a bug in waking": (receiver, "wake_all", OSError("a bug")),
 }
 
 
@@ -104,12 +97,197 @@ BUGS = {
 def test_whatever_ends_the_receiver_everybody_hears_of_it(client_and_engines, monkeypatch, name):
     """Nobody waits for tokens that nobody will read."""
     client, [engine] = client_and_engines(max_inflight=11)
-    waiting = waiters(client, engine)
+    waiting = Waiters(client, engine)
     owner, method, error = BUGS[name]
     monkeypatch.setattr(owner, method, failing(error))
-    engine.tokens(waiting.rids[0], [5])
-    engine.tokens(waiting.rids[1], [5], "stop")
+    engine.tokens(waiting.rids[0], [5], "stop" if method == "_finish" else "")
     waiting.check(type(error))
     if method not in ("spill", "_finish"):  # those would have to give the places back
         assert inflight(client) == [0]
     check_closed(client, type(error))
+
+
+def test_a_request_that_ended_just_before_is_a_result(client_and_engines, monkeypatch):
+    """Its end was stored, and those who wait were not woken yet when the next message struck."""
+    client, [engine] = client_and_engines()
+    calls = [in_thread(client.generate, [1]) for _ in range(3)]
+    group = in_thread(client.generate_many, [[1]])
+    rids = [add.rid for add in engine.recv_adds(4)]
+    decode = TokenSpeedDecoder.decode
+    busy = threading.Event()
+
+    def strike(self, frames):
+        if frames == [b"strike"]:
+            raise MemoryError("no more")
+        batch = decode(self, frames)
+        busy.wait(0.3)  # until all of them are there, so that they are taken in one go
+        return batch
+
+    monkeypatch.setattr(TokenSpeedDecoder, "decode", strike)
+    engine.send_batch([engine.row(rid, [5], "stop") for rid in rids])
+    engine.send_raw([b"strike"])
+    for call in calls:
+        assert call.result(3).token_ids == [5]
+    assert group.result(3)[0].token_ids == [5]
+    check_closed(client, MemoryError)
+
+
+CONTROL_BUGS = {
+    "in sending": (Outbox, "send", MemoryError("no more")),
+    "in greeting": (Greeter, "read", SystemExit(3)),
+}
+
+
+@pytest.mark.parametrize("name", CONTROL_BUGS)
+def test_whatever_ends_the_control_thread_everybody_hears_of_it(
+    client_and_engines, monkeypatch, name
+):
+    """Nobody waits for what nobody will send, and the addresses are free."""
+    client, [engine] = client_and_engines(max_inflight=11)
+    waiting = Waiters(client, engine)
+    owner, method, error = CONTROL_BUGS[name]
+    monkeypatch.setattr(owner, method, failing(error))
+    if method == "send":
+        waiting.result.close()  # has an abort sent
+        waiting.calls.pop(1)
+    else:
+        client_and_engines.engine(client.endpoints.handshake, 7).hello()
+    waiting.check(type(error))
+    check_closed(client, type(error))
+    again = tszmq.Client.bind(client.endpoints)
+    again.close()
+
+
+def test_a_failure_while_engines_are_awaited(client_and_engines, monkeypatch):
+    """The constructor hears of it, too."""
+    monkeypatch.setattr(Greeter, "read", failing(MemoryError("no more")))
+    bound = client_and_engines.bind()
+    connecting = in_thread(bound.connect, 20)
+    client_and_engines.engine(bound.endpoints.handshake, 0).hello()
+    with pytest.raises(tszmq.ClientClosed) as caught:
+        connecting.result(3)
+    assert isinstance(caught.value.__cause__, MemoryError)
+
+
+# --- log handlers run in the client's own threads ---------------------------------------------
+
+
+@pytest.fixture
+def on_log():
+    """Calls a function for every record of the logger ``tszmq``, in the thread that logs."""
+    logger = logging.getLogger("tszmq")
+    handlers = []
+
+    def add(function):
+        handler = logging.Handler()
+        handler.emit = function
+        handlers.append(handler)
+        logger.addHandler(handler)
+
+    yield add
+    for handler in handlers:
+        logger.removeHandler(handler)
+
+
+def provoke(client, engine, thread) -> None:
+    """Have that thread of the client's log something."""
+    if thread == "receiver":
+        engine.send_raw([b"\xc1"])
+    else:
+        stranger = type(engine)(client.endpoints.handshake, engine.index)
+        stranger.hello()
+        eventually(lambda: f"taken: {engine.index}" in client._session.shared.muster.text)
+        stranger.close()
+
+
+@pytest.mark.parametrize("thread", ["receiver", "control"])
+def test_a_log_handler_may_look_and_abort(client_and_engines, on_log, thread):
+    """No lock is held while something is logged."""
+    client, [engine] = client_and_engines()
+    seen = []
+
+    def emit(record):
+        client.abort("mine")
+        seen.append((client.health()[0].inflight, client.load(0), client.is_alive))
+
+    doomed = in_thread(client.generate, [1], request_id="mine")
+    engine.recv_add()
+    on_log(emit)
+    provoke(client, engine, thread)
+    assert doomed.result(3).finish_reason == "abort"
+    engine.recv_abort()
+    eventually(lambda: seen)
+    assert seen[0] == (0, None, True)
+    answer_one(client, engine)
+
+
+@pytest.mark.parametrize("thread", ["receiver", "control"])
+def test_a_log_handler_may_close(client_and_engines, on_log, thread):
+    """It does not wait for the thread that it runs in."""
+    client, [engine] = client_and_engines()
+    call = in_thread(client.generate, [1])
+    engine.recv_add()
+    took = []
+
+    def emit(record):
+        started = time.monotonic()
+        client.close()
+        took.append(time.monotonic() - started)
+
+    on_log(emit)
+    provoke(client, engine, thread)
+    with pytest.raises(tszmq.ClientClosed):
+        call.result(3)
+    eventually(lambda: took)
+    assert took[0] < 2
+    client.close()
+    assert not [t for t in client._session._threads if t.is_alive()]
+
+
+@pytest.mark.parametrize("thread", ["receiver", "control"])
+@pytest.mark.parametrize("kind", ["generate", "next", "result", "generate_many", "place"])
+def test_a_log_handler_that_would_wait_for_itself(client_and_engines, on_log, thread, kind):
+    """The tokens it waits for come through the very thread that waits: an error at once."""
+    client, [engine] = client_and_engines(max_inflight=2)
+    errors = []
+    stream = client.stream([1], LONG)
+    engine.recv_add()
+    call = {
+        "generate": lambda: client.generate([1]),
+        "next": lambda: next(stream),
+        "result": lambda: stream.result(),
+        "generate_many": lambda: client.generate_many([[1]]),
+        "place": lambda: [client.generate([1]) for _ in range(2)],
+    }[kind]
+
+    def emit(record):
+        if errors:
+            return
+        errors.append(None)
+        try:
+            call()
+        except RuntimeError as error:
+            errors[0] = error
+
+    on_log(emit)
+    provoke(client, engine, thread)
+    eventually(lambda: errors and errors[0], 3)
+    assert "thread of the client's own" in str(errors[0])
+    stream.close()
+    eventually(lambda: inflight(client) == [0])
+    eventually(lambda: engine.drain() is not None and not engine.unfinished)
+    answer_one(client, engine)
+
+
+@pytest.mark.parametrize("thread", ["receiver", "control"])
+def test_a_log_handler_that_raises_hurts_nobody(client_and_engines, on_log, thread, capsys):
+    """It is somebody else's bug, and not worth the requests of all."""
+    client, [engine] = client_and_engines()
+    call = in_thread(client.generate, [1])
+    rid = engine.recv_add().rid
+    on_log(failing(ZeroDivisionError("a bug of the handler's")))
+    provoke(client, engine, thread)
+    engine.tokens(rid, [5], "stop")
+    assert call.result(3).token_ids == [5]
+    answer_one(client, engine)
+    assert "a bug of the handler's" in capsys.readouterr().err

@@ -63,13 +63,12 @@ class Calls:
         self._waiting.pop(call.call_id, None)
 
     def fail(self, error: Callable[[], TszmqError], engine_index: int | None) -> list[Wakeable]:
-        """End the calls to an engine, or all of them."""
+        """End the calls to an engine, or all of them. Their callers forget them."""
         failed = [
             call
             for call in self._waiting.values()
             if engine_index is None or call.engine_index == engine_index
         ]
         for call in failed:
-            del self._waiting[call.call_id]
-            call.error = error
+            call.error = call.error or error
         return [call.gate for call in failed]

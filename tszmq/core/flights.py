@@ -73,6 +73,7 @@ class Flights:
         self.engines: dict[int, EngineRecord] = {}
         self.requests: dict[str, Request] = {}
         self.calls = Calls()
+        self._closing: dict[str, Request] = {}  # what ``close`` found unfinished
         self._narrowest: EngineInfo | None = None  # of the living engines
         self.closed: Callable[[], TszmqError] | None = None
         self.max_inflight = max_inflight
@@ -225,16 +226,19 @@ class Flights:
         return True
 
     def close(self, error: Callable[[], TszmqError]) -> list[Request]:
-        """No new requests. Returns the unfinished ones. Idempotent."""
+        """No new requests. Returns the unfinished ones, and those of earlier calls. Idempotent."""
         if self.closed is None:
             self.closed = error
-        return list(self.requests.values())
+        self._closing.update(self.requests)
+        return list(self._closing.values())
 
     def everyone_waiting(self) -> list[Wakeable]:
-        """Whoever waits for a place; after ``close``."""
-        waiting = list(self._queue)
-        self._queue.clear()
-        return waiting
+        """Whoever waits for a place; after ``close``. They leave the queue themselves."""
+        return [*self._queue, *self._granted]
+
+    def granted(self) -> list[Wakeable]:
+        """Whose turn it is and who has not taken it yet."""
+        return list(self._granted)
 
     def _finish(self, request: Request, end: End, now: float) -> None:
         """The request is over. Its place is freed by the caller, under the same lock."""

@@ -149,6 +149,11 @@ class Request:
         self.ended = now
         self.end: End | None = None
 
+    @property
+    def aborted(self) -> bool:
+        """Whether it ended in a way that its engine has to be told."""
+        return self.end is not None and self.end.abort
+
     def publish(self) -> None:
         """Let readers see what has been stored."""
         count = len(self.tokens)

@@ -34,25 +34,27 @@ class Startup:
     def __init__(self, expected: int) -> None:
         self._expected = expected
         self._stages: dict[int, Stage] = {}
-        self._waiting: dict[int, int] = {}  # index -> fd of the connection that said HELLO
+        self._waiting: dict[int, int] = {}  # index -> the connection that said HELLO
         self._greeted_by: dict[int, int] = {}
         self.ignored = 0
         """Messages of strangers on the handshake socket."""
 
-    def hello(self, index: int, fd: int) -> bool:
+    def hello(self, index: int, connection: int) -> bool:
         """An engine said HELLO; True when it is to be sent INIT, False when it has to wait."""
         stage = self._stages.get(index)
+        if stage is Stage.GREETED and self._greeted_by.get(index) == connection:
+            return True  # engines say it once: that before was a predecessor's last word
         full = stage is None and len(self._stages) >= self._expected
         if full or (stage is not None and stage is not Stage.DEAD):
-            self._waiting[index] = fd
+            self._waiting[index] = connection
             return False
-        self._greet(index, fd)
+        self._greet(index, connection)
         return True
 
-    def _greet(self, index: int, fd: int) -> None:
+    def _greet(self, index: int, connection: int) -> None:
         self._waiting.pop(index, None)
         self._stages[index] = Stage.GREETED
-        self._greeted_by[index] = fd
+        self._greeted_by[index] = connection
 
     def ready(self, index: int) -> bool:
         """An engine said READY; False when nobody expected that of it."""
@@ -82,7 +84,7 @@ class Startup:
         del self._stages[index]
         return self._serve_waiting()
 
-    def handshake_closed(self, fd: int) -> int | None:
+    def handshake_closed(self, connection: int) -> int | None:
         """A connection of the handshake socket closed.
 
         Returns:
@@ -90,10 +92,10 @@ class Startup:
             (it had said READY, or only waited).
         """
         for index, waiting in list(self._waiting.items()):
-            if waiting == fd:
+            if waiting == connection:
                 del self._waiting[index]
         for index, greeted in list(self._greeted_by.items()):
-            if greeted == fd:
+            if greeted == connection:
                 del self._greeted_by[index]
                 if self._stages.get(index) is Stage.GREETED:
                     return index
@@ -111,11 +113,11 @@ class Startup:
     def _serve_waiting(self) -> list[int]:
         """Greet those kept waiting whose place has become free."""
         served = []
-        for index, fd in list(self._waiting.items()):
+        for index, connection in list(self._waiting.items()):
             stage = self._stages.get(index)
             vacant = stage is None and len(self._stages) < self._expected
             if vacant or stage is Stage.DEAD:
-                self._greet(index, fd)
+                self._greet(index, connection)
                 served.append(index)
         return served
 

@@ -79,7 +79,9 @@ def _check_address(address: object, what: str, allow_remote: bool) -> None:
 
 def _check_tcp(address: str, what: str, allow_remote: bool) -> None:
     host, port = tcp_host(address), address.rpartition(":")[2]
-    if not host or not (port == "*" or (port.isdecimal() and int(port) <= 65535)):
+    if not host or not (
+        port == "*" or (port.isdecimal() and len(port) <= 5 and int(port) <= 65535)
+    ):
         raise InvalidRequest(
             f"the {what} address must look like tcp://127.0.0.1:30500 or tcp://127.0.0.1:*, "
             f"got {address!r:.200}"
@@ -97,8 +99,13 @@ def _check_ipc(path: str, what: str) -> None:
             f"the {what} address must name a file, such as ipc:///run/ts/handshake.sock: "
             f"got {path!r:.200}, which any user of this machine could reach"
         )
-    size = len(os.fsencode(path))
-    if "\0" in path or size > IPC_PATH_BYTES:
+    if "\0" in path:
+        raise InvalidRequest(f"the {what} path has a NUL character in it: {path!r:.200}")
+    try:
+        size = len(os.fsencode(path))
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"the {what} path cannot be a file's name: {error}") from None
+    if size > IPC_PATH_BYTES:
         raise InvalidRequest(
             f"the {what} path is {size} bytes long, a socket's can have {IPC_PATH_BYTES}: "
             f"use a shorter directory than {path!r:.200}"

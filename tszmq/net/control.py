@@ -19,8 +19,6 @@ What can happen, and what follows:
 from __future__ import annotations
 
 import contextlib
-import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -30,26 +28,28 @@ from typing import Any
 import attrs
 import zmq
 
-from tszmq.core.request import ABORTED, End, Request
+from tszmq.core.request import End, Request
 from tszmq.core.startup import Startup
 from tszmq.core.wave import WaveClock
 from tszmq.errors import ClientClosed, DeadlineExceeded, DecodeError, TszmqError
 from tszmq.net import mailbox as mail
+from tszmq.net.gate import never_waits
 from tszmq.net.greeter import Greeter
+from tszmq.net.log import log
 from tszmq.net.outbox import Outbox
-from tszmq.net.peers import peer_pid
+from tszmq.net.peers import Connections, peer_pid
 from tszmq.net.receiver import Blame, Halt, Joined, OutputClosed, Retire
 from tszmq.net.shared import Muster, Shared, wake_all
 from tszmq.net.silence import SilenceWatch
-from tszmq.net.sockets import WAKE, Sockets
+from tszmq.net.sockets import NOWHERE, WAKE, Sockets, source_fd
 from tszmq.net.timers import Timers
 from tszmq.types import Completion, EngineInfo
 from tszmq.wire.startup import engine_index
 
 __all__ = ["Settings", "run_control"]
 
-_log = logging.getLogger("tszmq")
 
+_CLOSING_SECONDS = 0.02  # until libzmq has surely closed a descriptor whose end it reported
 _GRACE = 0.1  # between the loss of an engine's input connection and its requests' end
 _CUT_OFF_GRACE = 0.5  # for the loss of its output connection alone
 _BLAME_GRACE = 0.5  # for a connection to close that tells who sent a nameless sentinel
@@ -76,14 +76,13 @@ class Settings:
 class _Link:
     """A registered engine's input connection."""
 
-    fd: int
+    connection: int
     epoch: int
     lockstep: bool
 
 
 def run_control(
     sockets: Sockets,
-    receiver: threading.Thread,
     orders: deque[Any],
     shared: Shared,
     startup: Startup,
@@ -91,16 +90,20 @@ def run_control(
     on_closed: list[Callable[[], object]],
 ) -> None:
     """The thread's whole life: serve, then take everything down in the right order."""
+    never_waits()
     control = _Control(sockets, orders, shared, startup, settings)
     try:
         control.run()
     except BaseException as error:
         shared.fail("the control thread", error)
-        _log.exception("tszmq: the control thread failed; the client is closed")
+        log.exception("tszmq: the control thread failed; the client is closed")
     finally:
-        control.take_down(receiver)
-        for step in on_closed:
-            step()
+        try:
+            control.take_down()
+            for step in on_closed:
+                step()
+        finally:
+            shared.ended.set()
 
 
 class _Control:
@@ -118,13 +121,19 @@ class _Control:
         self._startup = startup
         self._input = sockets.input.take()
         self._push = sockets.orders.take()
+        self._connections = Connections()
         self._greeter = Greeter(
-            sockets.handshake.take(), startup, sockets.endpoints, settings.parallel_config
+            sockets.handshake.take(),
+            startup,
+            sockets.endpoints,
+            settings.parallel_config,
+            self._connections,
+            sockets.monitors[0].is_open,
         )
         self._outbox = Outbox(self._input, settings.send_timeout)
         self._silence = SilenceWatch(settings.silence_timeout, settings.silence_warning)
         self._links: dict[int, _Link] = {}
-        self._index_of: dict[int, int] = {}  # fd of an input connection -> engine index
+        self._index_of: dict[int, int] = {}  # input connection -> engine index
         self._timers = Timers()
         self._waves = WaveClock()
         self._asleep = False  # a lockstep group was given a request and has not been woken
@@ -149,7 +158,9 @@ class _Control:
             # What closed is read before the messages and acted on after them: a connection's
             # last messages are in the socket by the time its end is reported.
             closed = [
-                monitor.closed_descriptors() if monitor.socket in ready else []
+                monitor.closed_descriptors()
+                if monitor.socket in ready or monitor.has_news()
+                else []
                 for monitor in self._sockets.monitors
             ]
             if self._greeter.socket in ready or closed[0]:
@@ -164,6 +175,8 @@ class _Control:
 
     def _timeout_ms(self) -> int | None:
         """Until the next clock is due; None to wait for events alone."""
+        if any(monitor.has_news() for monitor in self._sockets.monitors):
+            return 0
         due = self._timers.next_due()
         limit = _BLOCKED_POLL_MS if self._outbox.blocked else None
         if due is None:
@@ -180,7 +193,7 @@ class _Control:
         now = time.monotonic()
         self._timers.run_due(now)
         for item in self._timers.expired(now):
-            self._end(item.request, deadline_end(item.timeout))
+            self._settle(mail.Settle([item.request], deadline_end(item.timeout)))
 
     # -- engines come
 
@@ -207,20 +220,23 @@ class _Control:
                 info = self._shared.protocol.read_registration(index, payload)
             except DecodeError as error:
                 self._startup.ignored += 1
-                _log.warning("tszmq: the registration of engine %d is ignored: %s", index, error)
+                log.warning("tszmq: the registration of engine %d is ignored: %s", index, error)
                 continue
-            self._register(info, frames[-1].get(zmq.SRCFD))
+            fd = source_fd(frames[-1])
+            if fd != NOWHERE:
+                self._register(info, fd)
 
     def _register(self, info: EngineInfo, fd: int) -> None:
         index = info.engine_index
         self._startup.registered(index)
         with self._shared.state as flights:
             epoch = flights.register(info, time.monotonic())
-        self._links[index] = _Link(fd, epoch, info.lockstep)
-        self._index_of[fd] = index
+        connection = self._connections.number(fd, self._sockets.monitors[1].is_open(fd))
+        self._links[index] = _Link(connection, epoch, info.lockstep)
+        self._index_of[connection] = index
         self._order(Joined(index, peer_pid(fd), _batch_bytes(info)))
         self._publish_muster()
-        _log.info("tszmq: engine %d registered (%s)", index, info.engine_version)
+        log.info("tszmq: engine %d registered (%s)", index, info.engine_version)
 
     def _publish_muster(self) -> None:
         self._shared.muster = Muster(
@@ -231,16 +247,26 @@ class _Control:
     # -- engines go
 
     def _note_closed(self, handshake: list[int], input_: list[int], output: list[int]) -> None:
-        for fd in handshake:
-            self._greeter.closed(fd)
-        if handshake:
-            self._publish_muster()
-        for fd in input_:
-            index = self._index_of.pop(fd, None)
-            if index is not None and self._links[index].fd == fd:
-                self._begin_death(index, "its connection closed: it was killed, or it exited")
+        for fd in handshake + input_:
+            self._look_at(fd)
+            if self._connections.is_known(fd):
+                self._at(_CLOSING_SECONDS, partial(self._look_at, fd))
         for fd in output:
-            self._order(OutputClosed(fd))
+            departed = self._sockets.monitors[2].departed.pop(fd, None)
+            self._at(_CLOSING_SECONDS, partial(self._order, OutputClosed(fd, departed)))
+
+    def _look_at(self, fd: int) -> None:
+        """Which connections at this descriptor are gone, and what that means."""
+        gone = self._connections.closed(fd)
+        if gone:  # what they said last is in the sockets by now
+            self._greet()
+            self._read_input()
+        for connection in gone:
+            self._greeter.closed(connection)
+            index = self._index_of.pop(connection, None)
+            if index is not None and self._links[index].connection == connection:
+                self._begin_death(index, "its connection closed: it was killed, or it exited")
+            self._publish_muster()
 
     def _begin_death(self, index: int, reason: str, grace: float = _GRACE) -> None:
         """No new requests for it from here on; what it held ends after the grace."""
@@ -261,7 +287,7 @@ class _Control:
             return
         self._abort(item.requests)  # it may still read, even if nobody can read it
         del self._links[item.engine_index]
-        self._index_of.pop(link.fd, None)
+        self._index_of.pop(link.connection, None)
         self._outbox.forget(item.engine_index)
         if link.lockstep:
             self._lose_group(item.engine_index, item.reason)
@@ -308,7 +334,7 @@ class _Control:
         wake_all(request.gate for request in ended)
         self._abort(ended)
         if ended:
-            _log.error(
+            log.error(
                 "tszmq: engine %d lost its output connection; %d requests failed",
                 index,
                 len(ended),
@@ -387,17 +413,12 @@ class _Control:
                 part = ids[start : start + _ABORTS_A_MESSAGE]
                 self._send(index, self._shared.protocol.encode_abort(part))
 
-    def _withdraw(self, item: mail.Withdraw) -> None:
-        self._end(item.request, ABORTED)
+    def _settle(self, item: mail.Settle) -> None:
+        wake_all(self._shared.settle(item.requests, item.end))
+        self._abort([request for request in item.requests if request.aborted])
 
-    def _end(self, request: Request, end: End) -> None:
-        with self._shared.state as flights:
-            ended = flights.withdraw(request, end, time.monotonic())
-            granted = flights.grant()
-        wake_all(granted)
-        if ended:
-            request.gate.wake()
-            self._abort([request])
+    def _do(self, item: mail.Do) -> None:
+        item.action()
 
     def _watch_deadline(self, item: mail.Expire) -> None:
         self._timers.watch(item)
@@ -411,7 +432,8 @@ class _Control:
         mail.Call: _call,
         mail.Wave: _observe_wave,
         mail.Abort: _post_abort,
-        mail.Withdraw: _withdraw,
+        mail.Settle: _settle,
+        mail.Do: _do,
         mail.Expire: _watch_deadline,
         mail.Suspect: _suspect,
         mail.Dropped: _dropped,
@@ -420,26 +442,26 @@ class _Control:
 
     # -- the end
 
-    def take_down(self, receiver: threading.Thread) -> None:
+    def take_down(self) -> None:
         """Tell everyone, send the last aborts, end the receiver, free every address."""
-        if not self._quiet:
-            self._shared.close(_closed)
         try:
+            if not self._quiet:
+                self._abort(self._shared.close(_closed))
             self._read_mail()
         except Exception:
-            _log.exception("tszmq: the last aborts could not be sent")
+            log.exception("tszmq: the last aborts could not be sent")
         self._order(Halt())
         for monitored in (self._input, self._greeter.socket):
             monitored.disable_monitor()
         self._input.close(_CLOSING_LINGER_MS)
         self._greeter.socket.close(0)
         self._push.close(_CLOSING_LINGER_MS)
-        receiver.join(_JOIN_SECONDS)
+        receiver_ended = self._shared.receiver_ended.wait(_JOIN_SECONDS)
         for monitor in self._sockets.monitors:
             monitor.close()
-        if receiver.is_alive():
+        if not receiver_ended:
             # term() would wait for its socket for ever: somebody's log handler holds it up.
-            _log.error("tszmq: the receiver thread does not end; its context is left behind")
+            log.error("tszmq: the receiver thread does not end; its context is left behind")
         else:
             self._sockets.context.term()
         self._sockets.files.remove()

@@ -11,7 +11,15 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["Gate", "remaining"]
+__all__ = ["Gate", "never_waits", "remaining"]
+
+_this_thread = threading.local()
+_release = type(threading.Lock()).release
+
+
+def never_waits() -> None:
+    """The calling thread serves those who wait: at a gate it would wait for itself."""
+    _this_thread.serves = True
 
 
 class Gate:
@@ -28,13 +36,11 @@ class Gate:
 
     def wake(self) -> None:
         """Wake everyone who waits here now; any thread, never blocks, safe in a finalizer."""
-        sleepers = self._sleepers
-        while sleepers:
-            try:
-                sleeper = sleepers.pop()
-            except IndexError:  # another thread woke the last one
-                return
-            sleeper.release()
+        try:
+            # One C call: no signal can come between taking a sleeper out and waking it.
+            any(map(_release, iter(self._sleepers.pop, None)))
+        except IndexError:  # no more
+            pass
 
     def wait(self, ready: Callable[[], object], deadline: float | None = None) -> bool:
         """Wait until ``ready()`` is true.
@@ -45,8 +51,16 @@ class Gate:
 
         Returns:
             False when the deadline passed first.
+
+        Raises:
+            RuntimeError: In a thread of a client's own, which runs a log handler.
         """
         while not ready():
+            if getattr(_this_thread, "serves", False):
+                raise RuntimeError(
+                    "a thread of the client's own, in which log handlers run, cannot wait for "
+                    "a client: it would wait for itself"
+                )
             sleeper = threading.Lock()
             sleeper.acquire()
             self._sleepers.append(sleeper)

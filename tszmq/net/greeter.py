@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import zmq
@@ -11,7 +10,9 @@ import zmq
 from tszmq.core.startup import Startup
 from tszmq.errors import DecodeError
 from tszmq.net.addresses import is_tcp, tcp_host
-from tszmq.net.peers import local_host
+from tszmq.net.log import log
+from tszmq.net.peers import Connections, local_host
+from tszmq.net.sockets import NOWHERE, source_fd
 from tszmq.types import Endpoints
 from tszmq.wire.startup import (
     FAILED,
@@ -25,7 +26,6 @@ from tszmq.wire.startup import (
 
 __all__ = ["Greeter"]
 
-_log = logging.getLogger("tszmq")
 
 _WILDCARDS = ("0.0.0.0", "::", "*")
 _WARNINGS = 50  # the rest is only counted
@@ -39,6 +39,8 @@ class Greeter:
         startup: The state machine.
         endpoints: The addresses bound, for INIT.
         parallel_config: For INIT.
+        connections: Gives them numbers.
+        is_open: Whether this socket has a connection at a descriptor now.
     """
 
     def __init__(
@@ -47,12 +49,16 @@ class Greeter:
         startup: Startup,
         endpoints: Endpoints,
         parallel_config: Mapping[str, Any],
+        connections: Connections,
+        is_open: Callable[[int], bool],
     ) -> None:
         self.socket = socket
         self.failed: str | None = None
         """What the first engine said that failed to start."""
         self._warnings = 0
         self._startup = startup
+        self._connections = connections
+        self._is_open = is_open
         self._endpoints = endpoints
         self._parallel_config = parallel_config
         self._hosts: dict[int, str] = {}  # engine index -> our host as that engine sees it
@@ -78,7 +84,9 @@ class Greeter:
         except DecodeError as error:
             self._ignore(f"engine {index}: {error}")
             return False
-        if message.status == HELLO:
+        if message.status == HELLO and source_fd(frames[-1]) == NOWHERE:
+            self._ignore(f"engine {index}: a peer of a protocol that is too old")
+        elif message.status == HELLO:
             self._hello(index, frames[-1])
         elif message.status == READY:
             self._startup.ready(index)
@@ -97,15 +105,14 @@ class Greeter:
         """Anyone who reaches the socket can cause these: they must not fill the log."""
         self._warnings += 1
         if self._warnings <= _WARNINGS:
-            _log.warning("tszmq: %s", text)
+            log.warning("tszmq: %s", text)
 
     def _hello(self, index: int, frame: zmq.Frame) -> None:
-        fd = frame.get(zmq.SRCFD)
-        assert isinstance(fd, int)
+        fd = source_fd(frame)
         host = local_host(fd)
         if host is not None:
             self._hosts[index] = host
-        if self._startup.hello(index, fd):
+        if self._startup.hello(index, self._connections.number(fd, self._is_open(fd))):
             self.send_init(index)
         else:
             self._warn(
@@ -123,8 +130,8 @@ class Greeter:
         try:
             self.socket.send_multipart([engine_identity(index), init], zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            _log.warning("tszmq: engine %d went away before its INIT: %s", index, error)
-            self._fail(index)
+            # The end of its connection is about to be reported, if it is not READY already.
+            log.info("tszmq: engine %d cannot be sent INIT: %s", index, error)
 
     def _address_for(self, index: int, address: str) -> str:
         """A wildcard cannot be dialled: name the host that this engine reached us at."""
@@ -133,11 +140,11 @@ class Greeter:
             return f"tcp://{host}:{address.rpartition(':')[2]}"
         return address
 
-    def closed(self, fd: int) -> None:
-        """A connection of this socket closed."""
-        index = self._startup.handshake_closed(fd)
+    def closed(self, connection: int) -> None:
+        """A connection closed; one that is not of this socket means nothing."""
+        index = self._startup.handshake_closed(connection)
         if index is not None:
-            _log.warning("tszmq: engine %d went away during its start-up", index)
+            log.warning("tszmq: engine %d went away during its start-up", index)
             self._fail(index)
 
     def replace(self, indices: list[int]) -> None:
@@ -145,7 +152,7 @@ class Greeter:
         still = self._startup.stalled()
         for index in indices:
             if index in still:
-                _log.warning("tszmq: engine %d said READY and never registered", index)
+                log.warning("tszmq: engine %d said READY and never registered", index)
                 self._fail(index)
 
     def _fail(self, index: int) -> None:

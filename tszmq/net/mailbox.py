@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import socket
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import attrs
 
-from tszmq.core.request import Request
+from tszmq.core.request import End, Request
 from tszmq.wire.base import StartWave, WaveComplete
 
 __all__ = [
     "Abort",
     "Add",
     "Call",
+    "Do",
     "Dropped",
     "Expire",
     "Mailbox",
+    "Settle",
     "Stop",
     "Suspect",
     "Wave",
-    "Withdraw",
 ]
 
 
@@ -45,10 +47,22 @@ class Abort:
 
 
 @attrs.frozen(eq=False)
-class Withdraw:
-    """End and abort a request whose last reference was dropped."""
+class Settle:
+    """See these requests end: free their places, wake who waits, abort what was sent.
 
-    request: Request
+    Posted before the poster does what of it cannot wait, and harmless after that: a signal may
+    cut the poster off anywhere. Finalizers post it and do nothing else.
+    """
+
+    requests: list[Request]
+    end: End
+
+
+@attrs.frozen(eq=False)
+class Do:
+    """Call that: what a finalizer may not do where the collector runs it."""
+
+    action: Callable[[], object]
 
 
 @attrs.frozen(eq=False)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import struct
+from collections.abc import Sequence
 
 CLOSED = -1
 
-__all__ = ["CLOSED", "Attribution", "local_host", "peer_pid"]
+__all__ = ["CLOSED", "Attribution", "Connections", "inode", "local_host", "peer_pid"]
 
 
 def peer_pid(fd: int) -> int | None:
@@ -46,6 +47,55 @@ def local_host(fd: int) -> str | None:
     return f"[{host}]" if ":" in host else host
 
 
+def inode(fd: int) -> int | None:
+    """What the descriptor is now: every socket has an inode number of its own, while descriptors
+    are given again as soon as they are closed. None when it is closed."""
+    try:
+        return os.fstat(fd).st_ino
+    except OSError:
+        return None
+
+
+class Connections:
+    """Numbers that name connections, where descriptors would name their successors, too."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, set[int]] = {}  # fd -> numbers of the connections it was
+        self._gone = 0
+
+    def number(self, fd: int, is_open: bool) -> int:
+        """The number of the connection that a message has just come on.
+
+        Args:
+            fd: Its descriptor.
+            is_open: Whether that socket still has a connection there.
+        """
+        found = inode(fd) if is_open else None
+        if found is None:  # closed before its last message was read
+            self._gone -= 1
+            found = self._gone
+        self._seen.setdefault(fd, set()).add(found)
+        return found
+
+    def closed(self, fd: int) -> list[int]:
+        """One of them at that descriptor was closed: those that are not there any more.
+
+        libzmq reports the end of a connection just before it closes the descriptor: look again
+        a little later when this names none.
+        """
+        seen = self._seen.get(fd, set())
+        there = inode(fd)
+        gone = [number for number in seen if number != there]
+        seen.difference_update(gone)
+        if not seen:
+            self._seen.pop(fd, None)
+        return gone
+
+    def is_known(self, fd: int) -> bool:
+        """Whether a connection at that descriptor was seen and has not been reported closed."""
+        return fd in self._seen
+
+
 class Attribution:
     """Which connection of the output socket is which engine's.
 
@@ -56,6 +106,7 @@ class Attribution:
     def __init__(self) -> None:
         self._fds: dict[int, int] = {}  # engine index -> fd
         self._engines: dict[int, int] = {}  # fd -> engine index
+        self._inodes: dict[int, int | None] = {}  # fd -> what it was when it was learnt
         self._pids: dict[int, int | None] = {}
 
     def join(self, index: int, pid: int | None) -> None:
@@ -66,8 +117,8 @@ class Attribution:
     def forget(self, index: int) -> None:
         """Its output connection is not known (any more)."""
         fd = self._fds.pop(index, None)
-        if fd is not None:
-            self._engines.pop(fd, None)
+        if fd is not None and self._engines.get(fd) == index:  # not another's since
+            del self._engines[fd], self._inodes[fd]
 
     def knows(self, index: int) -> bool:
         """Whether the engine's connection is known."""
@@ -78,12 +129,19 @@ class Attribution:
         self.forget(index)
         self._fds[index] = fd
         self._engines[fd] = index
+        self._inodes[fd] = inode(fd)
 
-    def closed(self, fd: int) -> int | None:
-        """A connection closed; the engine whose it was, when known."""
+    def closed(self, fd: int, pid: int | None = None, alive: Sequence[int] = ()) -> int | None:
+        """A connection of that process closed a moment ago; the engine whose it was, when known."""
         index = self._engines.get(fd)
-        if index is not None:
-            self.forget(index)
+        there = inode(fd)
+        if index is None and pid not in (None, CLOSED):
+            # Its first message may have been what ended it.
+            silent = [i for i in alive if i not in self._fds and self._pids.get(i) == pid]
+            return silent[0] if len(silent) == 1 else None
+        if index is None or (there is not None and there == self._inodes[fd]):
+            return None  # nobody's, or that of a predecessor at the same descriptor
+        self.forget(index)
         return index
 
     def suspects(self, fd: int, alive: list[int]) -> list[int]:

@@ -9,7 +9,6 @@ which engine sent a death sentinel or bytes that cannot be read.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,10 +20,12 @@ import zmq
 
 from tszmq.core.request import End, Wakeable
 from tszmq.errors import DecodeError, EngineDead, TszmqError
+from tszmq.net.gate import never_waits
+from tszmq.net.log import log
 from tszmq.net.mailbox import Dropped, Suspect, Wave
 from tszmq.net.peers import Attribution
 from tszmq.net.shared import Shared, wake_all
-from tszmq.net.sockets import WAKE, Owned
+from tszmq.net.sockets import NOWHERE, WAKE, Owned, source_fd
 from tszmq.types import Completion
 from tszmq.wire.base import (
     ENGINE_CORE_DEAD,
@@ -36,11 +37,11 @@ from tszmq.wire.base import (
 
 __all__ = ["Blame", "Halt", "Joined", "OutputClosed", "Retire", "run_receiver"]
 
-_log = logging.getLogger("tszmq")
 
 _DRAIN_BATCHES = 32  # messages handled before those who wait are woken
 _DRAIN_SECONDS = 0.3  # how long a dead engine's last messages are looked for
 _UNREADABLE_IN_A_ROW = 3
+_WARNINGS = 50  # of what cannot be read; of the rest one in a thousand
 _MAX_FRAMES = 4096
 
 
@@ -64,9 +65,10 @@ class Retire:
 
 @attrs.frozen
 class OutputClosed:
-    """A connection of the output socket closed."""
+    """A connection of the output socket closed; ``pid``: the process, where it is known."""
 
     fd: int
+    pid: int | None
 
 
 @attrs.frozen
@@ -85,16 +87,18 @@ class Halt:
 
 def run_receiver(output: Owned[zmq.Socket[bytes]], orders: deque[Any], shared: Shared) -> None:
     """The thread's whole life. Whatever happens in it, every waiter hears of it."""
+    never_waits()
     socket = output.take()
     try:
         _Receiver(socket, orders, shared).run()
     except BaseException as error:
         # MemoryError and bugs of ours included: nobody else would tell the waiters.
         shared.fail("the receiver thread", error)
-        _log.exception("tszmq: the receiver thread failed; the client is closed")
+        log.exception("tszmq: the receiver thread failed; the client is closed")
     finally:
         socket.disable_monitor()
         socket.close(0)
+        shared.receiver_ended.set()
 
 
 class _Receiver:
@@ -109,14 +113,19 @@ class _Receiver:
         self._hidden = False  # somebody reads along and has not been shown what came
         self._sources = Attribution()
         self._unreadable: dict[int, int] = {}  # fd -> messages in a row
+        self._warnings = 0
         self._max_bytes = 1 << 20
 
     def run(self) -> None:
         recv = self._socket.recv
-        while not self._halted:
-            self._take(recv(copy=False))
-            if self._hidden or self._wakes or self._dead:
-                self._drain()
+        try:
+            while not self._halted:
+                self._take(recv(copy=False))
+                if self._hidden or self._wakes or self._dead:
+                    self._drain()
+        finally:
+            # Their requests have ended: whoever looks for unfinished ones does not find them.
+            wake_all(self._wakes)
 
     def _drain(self) -> None:
         """Take what else is ready, then wake once; look longer for a dead engine's last words."""
@@ -137,12 +146,12 @@ class _Receiver:
 
     def _wake(self) -> None:
         """Wake everyone whom the last batches concern."""
-        wakes, self._wakes = self._wakes, []
         if self._hidden:
             self._hidden = False
             with self._shared.state as flights:
-                wakes += flights.reveal()
-        wake_all(wakes)
+                self._wakes += flights.reveal()
+        wake_all(self._wakes)
+        self._wakes = []
 
     def _take(self, frame: Any) -> None:
         data = frame.bytes
@@ -153,7 +162,7 @@ class _Receiver:
             self._obey()
             return
         elif data == ENGINE_CORE_DEAD:
-            self._blame(frame.get(zmq.SRCFD), "it sent ENGINE_CORE_DEAD", unreadable=False)
+            self._blame(source_fd(frame), "it sent ENGINE_CORE_DEAD", unreadable=False)
             return
         try:
             if len(data) > self._max_bytes:
@@ -167,16 +176,18 @@ class _Receiver:
             if batch.signals:
                 self._pass_on(batch.signals)
         except DecodeError as error:
-            self._note_unreadable(frame.get(zmq.SRCFD), error)
+            self._note_unreadable(source_fd(frame), error)
             return
         self._wakes += applied.wakes
         self._hidden |= applied.hidden
         if applied.owed:
             self._shared.own_up(applied.owed)
         if self._unreadable:
-            self._unreadable.pop(frame.get(zmq.SRCFD), None)
+            self._unreadable.pop(source_fd(frame), None)
         if applied.source is not None and not self._sources.knows(applied.source):
-            self._sources.learn(applied.source, frame.get(zmq.SRCFD))
+            fd = source_fd(frame)
+            if fd != NOWHERE:
+                self._sources.learn(applied.source, fd)
 
     def _pass_on(self, signals: Sequence[WaveComplete | StartWave | UtilityResult]) -> None:
         """What is not rows: answers to their callers, waves to the control thread."""
@@ -202,28 +213,39 @@ class _Receiver:
 
     def _note_unreadable(self, fd: int, error: DecodeError) -> None:
         if not self._unreadable.get(fd):
-            _log.warning("tszmq: an output message is dropped: %s", error)
+            self._warn(f"an output message is dropped: {error}")
         if len(self._unreadable) > 1000:  # strangers that come and go
             self._unreadable.clear()
         count = self._unreadable[fd] = self._unreadable.get(fd, 0) + 1
-        # Looked into once, and now and then again: a flood must not fill the log.
+        # Looked into once, and now and then again.
         if count == _UNREADABLE_IN_A_ROW or count % 1000 == 0:
             reason = f"{count} of its messages in a row could not be read, the last: {error!s:.300}"
             self._blame(fd, reason, unreadable=True)
 
     def _blame(self, fd: int, reason: str, *, unreadable: bool) -> None:
         """Find out which engine it was; leave it to time when several may have been it."""
-        suspects = self._suspects(fd)
+        suspects = self._suspects(fd, unreadable)
         if len(suspects) == 1:
             self._condemn(suspects[0], reason, unreadable)
         elif suspects:
             self._shared.mailbox.post(Suspect(None, reason, fd=fd, unreadable=unreadable))
         else:
-            _log.warning("tszmq: a connection that belongs to no living engine: %s", reason)
+            self._warn(f"a connection that belongs to no living engine: {reason}")
 
-    def _suspects(self, fd: int) -> list[int]:
+    def _warn(self, text: str) -> None:
+        """Whoever reaches the socket can cause these: they must not fill the log."""
+        self._warnings += 1
+        if self._warnings <= _WARNINGS or self._warnings % 1000 == 0:
+            log.warning("tszmq: %s", text)
+
+    def _suspects(self, fd: int, unreadable: bool) -> list[int]:
+        """Who may have sent what came there. Nobody sends batches who holds no requests."""
         with self._shared.state as flights:
-            alive = [index for index, record in flights.engines.items() if not record.dropped]
+            alive = [
+                index
+                for index, record in flights.engines.items()
+                if not record.dropped and (not unreadable or flights.routing.inflight(index))
+            ]
         return self._sources.suspects(fd, alive)
 
     def _condemn(self, index: int, reason: str, unreadable: bool) -> None:
@@ -249,7 +271,7 @@ class _Receiver:
         self._sources.forget(index)
         wake_all(request.gate for request in dropped)
         self._shared.mailbox.post(Dropped(index, order.epoch, reason, dropped))
-        _log.error("tszmq: engine %d is dead: %s; %d requests failed", index, reason, len(dropped))
+        log.error("tszmq: engine %d is dead: %s; %d requests failed", index, reason, len(dropped))
 
     # -- orders of the control thread
 
@@ -267,7 +289,9 @@ class _Receiver:
 
     def _output_closed(self, order: OutputClosed) -> None:
         self._unreadable.pop(order.fd, None)
-        index = self._sources.closed(order.fd)
+        with self._shared.state as flights:
+            alive = flights.routing.alive_indices()
+        index = self._sources.closed(order.fd, order.pid, alive)
         if index is None:
             return
         with self._shared.state as flights:
@@ -279,7 +303,7 @@ class _Receiver:
             self._shared.mailbox.post(Suspect(index, "its output connection was lost"))
 
     def _blame_all(self, order: Blame) -> None:
-        for index in self._suspects(order.fd):
+        for index in self._suspects(order.fd, order.unreadable):
             self._condemn(index, order.reason, order.unreadable)
 
     def _halt(self, _: Halt) -> None:

@@ -122,17 +122,20 @@ class Session:
             # The garbage collector runs this inside a guarded block: leave it to the thread.
             self.shared.mailbox.post(mail.Stop())
             return
-        self.shared.close(_closed)
+        # Posted first: the control thread does all of it again, should a signal cut this off.
         self.shared.mailbox.post(mail.Stop())
+        self.shared.close(_closed)
         self.join(timeout)
 
     def join(self, timeout: float) -> None:
-        """Wait for both threads, unless this is one of them."""
-        deadline = time.monotonic() + timeout
+        """Wait until everything is down, unless this is one of the threads."""
         if threading.current_thread() in self._threads:
             return
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        deadline = time.monotonic() + timeout
+        self.shared.ended.wait(max(0.0, min(timeout, threading.TIMEOUT_MAX)))
+        if self.shared.ended.is_set():
+            for thread in self._threads:  # they have nothing left to do but to return
+                thread.join(min(max(0.0, deadline - time.monotonic()), 1.0))
 
 
 def _closed() -> TszmqError:
@@ -157,7 +160,7 @@ def _threads(
     )
     control = threading.Thread(
         target=run_control,
-        args=(sockets, receiver, orders, shared, startup, settings, on_closed),
+        args=(sockets, orders, shared, startup, settings, on_closed),
         name="tszmq-control",
         daemon=True,
     )

@@ -18,6 +18,7 @@ and wait at a ``Gate`` while they hold nothing.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -59,6 +60,9 @@ class Shared:
         protocol: The wire in use.
         muster: The start-up, for whoever waits for engines at ``arrivals``.
         arrivals: Woken when an engine registers, dies or fails to start.
+        receiver_ended: The receiver has closed its socket. (``Thread.join`` would not do: before
+            Python 3.13 a join that a signal interrupts declares the thread dead.)
+        ended: Everything is taken down.
         pid: The process that the threads live in.
     """
 
@@ -67,20 +71,37 @@ class Shared:
     protocol: WireProtocol
     muster: Muster
     arrivals: Gate = attrs.field(factory=Gate)
+    receiver_ended: threading.Event = attrs.field(factory=threading.Event)
+    ended: threading.Event = attrs.field(factory=threading.Event)
     pid: int = attrs.field(factory=os.getpid)
 
-    def close(self, error: Callable[[], TszmqError]) -> None:
-        """No new requests; end the unfinished ones and wake every waiter. Idempotent."""
+    def settle(self, requests: Sequence[Request], end: End) -> list[Wakeable]:
+        """End those that have not ended. Returns everyone to be woken for all of them, also
+        when another thread ended them and was cut off before it woke anybody."""
+        now = time.monotonic()
+        with self.state as flights:
+            for request in requests:
+                flights.withdraw(request, end, now)
+            granted = flights.grant() + flights.granted()
+        return granted + [request.gate for request in requests if request.end is not None]
+
+    def close(self, error: Callable[[], TszmqError]) -> list[Request]:
+        """No new requests; end the unfinished ones and wake every waiter. Idempotent.
+
+        Returns:
+            What it has ever ended: to be aborted.
+        """
         now = time.monotonic()
         end = End(error=lambda _: error(), abort=True)
         with self.state as flights:
-            unfinished = flights.close(error)
-            ended = [request for request in unfinished if flights.withdraw(request, end, now)]
+            ended = flights.close(error)
+            for request in ended:
+                flights.withdraw(request, end, now)
             waiting = flights.everyone_waiting() + flights.calls.fail(error, None)
-        self.own_up(ended)
         wake_all(waiting)
         wake_all(request.gate for request in ended)
         self.arrivals.wake()
+        return ended
 
     def abandon(self, error: Callable[[], TszmqError]) -> None:
         """The process ends: abort what is unfinished at the engines, and wake nobody. Whoever
@@ -98,7 +119,7 @@ class Shared:
             return closed
 
         try:
-            self.close(error)
+            self.own_up(self.close(error))
         except BaseException:  # the state itself is what is broken: nobody shall wait for it
             self._let_go(error)
 

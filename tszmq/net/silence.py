@@ -6,11 +6,9 @@ engine, and only while that engine holds work.
 
 from __future__ import annotations
 
-import logging
+from tszmq.net.log import log
 
 __all__ = ["SilenceWatch"]
-
-_log = logging.getLogger("tszmq")
 
 
 class SilenceWatch:
@@ -55,7 +53,7 @@ class SilenceWatch:
                 self._warned.discard(index)
             elif index not in self._warned:
                 self._warned.add(index)
-                _log.warning(
+                log.warning(
                     "tszmq: engine %d holds requests and has sent nothing for %.1f s",
                     index,
                     silent,

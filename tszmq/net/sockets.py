@@ -24,15 +24,32 @@ from zmq.utils.monitor import recv_monitor_message
 
 from tszmq.errors import ConnectError, LockOrderError
 from tszmq.net.addresses import IpcFiles, claim_ipc_path, ipc_path, is_loopback, is_tcp, tcp_host
+from tszmq.net.peers import peer_pid
 from tszmq.ownership import CHECKED
 from tszmq.types import Endpoints
 
-__all__ = ["Monitor", "Owned", "Sockets", "bind_sockets"]
+__all__ = ["NOWHERE", "Monitor", "Owned", "Sockets", "bind_sockets", "source_fd"]
 
 T = TypeVar("T")
 
 WAKE = b"tszmq-wake"
 """Tells the receiver to look at its orders. Anyone may send it: it says nothing itself."""
+
+
+NOWHERE = -1
+
+
+def source_fd(frame: zmq.Frame) -> int:
+    """The descriptor of the connection that a message came on.
+
+    ``NOWHERE`` for a peer that speaks ZMTP 1.0, for which random bytes pass: libzmq knows no
+    properties of such a connection. No engine is one.
+    """
+    try:
+        fd = frame.get(zmq.SRCFD)
+    except zmq.ZMQError:
+        return NOWHERE
+    return fd if isinstance(fd, int) else NOWHERE
 
 
 class CheckedSocket(zmq.Socket[bytes]):
@@ -90,24 +107,46 @@ class Owned(Generic[T]):
 
 
 class Monitor:
-    """The connections of one socket: yields the descriptors of those that closed.
+    """The connections of one socket, by descriptor.
 
     Made by the thread that binds, read and closed by the control thread. The owner of the
     monitored socket calls its ``disable_monitor()`` before it closes that.
     """
 
-    def __init__(self, monitored: zmq.Socket[bytes]) -> None:
-        self.socket: zmq.Socket[bytes] = monitored.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    def __init__(self, monitored: zmq.Socket[bytes], asks_who: bool = False) -> None:
+        self._asks = asks_who
+        self.socket: zmq.Socket[bytes] = monitored.get_monitor_socket(
+            zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+        )
         self.socket.setsockopt(zmq.LINGER, 0)
+        self._open: dict[int, int | None] = {}  # fd -> the process at the other end
+        self.departed: dict[int, int | None] = {}
+        """The same, of those that closed; where ``asks_who``."""
+        self._closed: list[int] = []
+
+    def _read(self) -> None:
+        while self.socket.poll(0):
+            event = recv_monitor_message(self.socket, zmq.NOBLOCK)
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._open[event["value"]] = peer_pid(event["value"]) if self._asks else None
+            elif event["event"] == zmq.EVENT_DISCONNECTED:
+                self.departed[event["value"]] = self._open.pop(event["value"], None)
+                self._closed.append(event["value"])
 
     def closed_descriptors(self) -> list[int]:
         """Descriptors of connections that closed since the last call."""
-        closed: list[int] = []
-        while self.socket.poll(0):
-            event = recv_monitor_message(self.socket, zmq.NOBLOCK)
-            if event["event"] == zmq.EVENT_DISCONNECTED:
-                closed.append(event["value"])
+        self._read()
+        closed, self._closed = self._closed, []
         return closed
+
+    def has_news(self) -> bool:
+        """Whether ``is_open`` met the end of a connection that has not been reported."""
+        return bool(self._closed)
+
+    def is_open(self, fd: int) -> bool:
+        """Whether this socket has a connection at that descriptor now."""
+        self._read()
+        return fd in self._open
 
     def close(self) -> None:
         """Stop reading."""
@@ -219,7 +258,7 @@ def bind_sockets(endpoints: Endpoints, max_message_bytes: int) -> Sockets:
         orders = binder.make(zmq.PUSH)
         orders.connect("inproc://orders")
         handshake, handshake_address = binder.bind(zmq.ROUTER, endpoints.handshake)
-        monitors = (Monitor(handshake), Monitor(input_), Monitor(output))
+        monitors = (Monitor(handshake), Monitor(input_), Monitor(output, asks_who=True))
     except BaseException:
         binder.undo()
         raise

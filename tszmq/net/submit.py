@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 from tszmq.core.request import End, Request, Wakeable
 from tszmq.errors import QueueFull
 from tszmq.net.gate import Gate
-from tszmq.net.mailbox import Add, Expire, Withdraw
+from tszmq.net.mailbox import Add, Do, Expire, Settle
 from tszmq.net.session import Session
-from tszmq.net.shared import wake_all
+from tszmq.net.shared import Shared, wake_all
 from tszmq.ownership import holds_a_lock
 
 __all__ = ["admit", "expire_at", "give_up", "submit", "withdraw", "withdraw_all"]
@@ -29,7 +30,15 @@ def give_up(session: Session, ticket: Wakeable) -> None:
     """A ticket will not be used: its turn goes to the next."""
     if not session.bounded or session.is_foreign():
         return
-    with session.shared.state as flights:
+    if holds_a_lock():
+        # A finalizer of the caller's, run by the collector inside a guarded block.
+        session.shared.mailbox.post(Do(partial(_give_up, session.shared, ticket)))
+        return
+    _give_up(session.shared, ticket)
+
+
+def _give_up(shared: Shared, ticket: Wakeable) -> None:
+    with shared.state as flights:
         granted = flights.give_up(ticket)
     wake_all(granted)
 
@@ -104,15 +113,7 @@ def withdraw_all(session: Session, requests: list[Request], end: End) -> None:
     if not requests or session.is_foreign():
         return
     shared = session.shared
-    if holds_a_lock():
-        # A finalizer of the caller's, run by the collector inside a guarded block.
-        for request in requests:
-            shared.mailbox.post(Withdraw(request))
-        return
-    now = time.monotonic()
-    with shared.state as flights:
-        ended = [request for request in requests if flights.withdraw(request, end, now)]
-        granted = flights.grant()
-    wake_all(granted)
-    shared.own_up(ended)
-    wake_all(request.gate for request in ended)
+    # Before anything else, so that nothing is lost wherever a signal cuts this off.
+    shared.mailbox.post(Settle(requests, end))
+    if not holds_a_lock():
+        wake_all(shared.settle(requests, end))

@@ -1,0 +1,334 @@
+"""Bytes of every kind on every socket of a live client: nobody is hurt, nothing grows."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import socket
+import threading
+import time
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+import tszmq
+from tests.client_fixtures import answer_one
+from tests.mock_engine import Load, Row, encode_batch, eventually, in_thread, predicted
+from tszmq import SamplingParams
+
+pytestmark = pytest.mark.timeout(60)
+
+GROWTH = 48 << 20
+LONG = SamplingParams(max_tokens=8000)
+LOOPBACK = "tcp://127.0.0.1:*"
+FUZZ = settings(
+    max_examples=250,
+    deadline=None,
+    database=None,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+@pytest.fixture
+def log_lines():
+    """What the client logs meanwhile."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("tszmq").addHandler(handler)
+    yield lines
+    logging.getLogger("tszmq").removeHandler(handler)
+
+
+@pytest.fixture
+def peers():
+    """Sockets of strangers, in a context of their own."""
+    context = zmq.Context()
+    opened = []
+
+    def make(kind, address, identity=b""):
+        made = context.socket(kind)
+        opened.append(made)
+        made.linger = 200
+        if identity:
+            made.setsockopt(zmq.IDENTITY, identity)
+        made.connect(address)
+        return made
+
+    yield make
+    for made in opened:
+        made.close(linger=0)
+    context.term()
+
+
+def resident() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Work:
+    """Callers that go on all the while, each result checked."""
+
+    def __init__(self, client) -> None:
+        self._client = client
+        self._stop = threading.Event()
+        self.done = 0
+        self._threads = [in_thread(self._generate, rank) for rank in (0, 1)]
+        self._threads.append(in_thread(self._read))
+
+    def _generate(self, rank) -> None:
+        params = SamplingParams(max_tokens=20)
+        for number in range(1, 1_000_000):
+            done = self._client.generate([number, rank], params, data_parallel_rank=rank)
+            assert done.token_ids == predicted([number, rank], 20)
+            self.done += 1
+            if self._stop.is_set():
+                return
+
+    def _read(self) -> None:
+        while not self._stop.is_set():
+            with self._client.stream([7], SamplingParams(max_tokens=50)) as stream:
+                tokens = [token for chunk in stream for token in chunk.token_ids]
+            assert tokens == predicted([7], 50)
+
+    def end(self) -> None:
+        before = self.done
+        eventually(lambda: self.done > before + 4)
+        self._stop.set()
+        for thread in self._threads:
+            thread.result(10)
+
+
+@pytest.fixture
+def live(client_and_engines, log_lines):
+    """A client with engines at work, and a check that none of it was hurt."""
+    client, _ = client_and_engines(
+        2, auto=True, engine={"step_delay": 0.001}, max_message_bytes=1 << 20
+    )
+    work = Work(client)
+    eventually(lambda: work.done > 4)
+    before, started = resident(), time.monotonic()
+    yield client
+    work.end()
+    assert [info.alive for info in client.engines] == [True, True]
+    assert all(thread.is_alive() for thread in client._session._threads)
+    assert all(each.first_error is None for each in client.health().values())
+    assert resident() - before < GROWTH
+    assert time.monotonic() - started < 45
+    assert len(log_lines) < 200, log_lines[-5:]
+    assert all(len(line) < 1000 for line in log_lines)
+    results = client.generate_many([[n] for n in range(1, 50)], SamplingParams(max_tokens=4))
+    assert [done.token_ids for done in results] == [predicted([n], 4) for n in range(1, 50)]
+
+
+# --- the output socket -------------------------------------------------------------------------
+
+BATCH = encode_batch([Row("0123456789abcdef", [1, 2], "", 1, 2)], Load(2), 0)
+LONG_BATCH = encode_batch([Row(f"nobody's {n}", [n], "", 1, 1) for n in range(40)], Load(1), 1)
+SEEDS = [BATCH, LONG_BATCH, b"ENGINE_CORE_DEAD", b"tszmq-wake", b"\x91\x01", b""]
+BOMBS = [
+    b"\xdd\xff\xff\xff\xff" + bytes(10),
+    b"\xdf\xff\xff\xff\xff",
+    b"\xc6\xff\xff\xff\xff",
+    b"\xdc\xff\xff" * 1000,
+    b"\x91" * 100_000,
+    b"\xc0" * 500_000,
+]
+
+
+@st.composite
+def mangled(draw, seeds=tuple(SEEDS)):
+    """A message with some bytes changed, cut out or put in."""
+    data = bytearray(draw(st.sampled_from(seeds)))
+    for _ in range(draw(st.integers(0, 4))):
+        at = draw(st.integers(0, len(data)))
+        change = draw(st.sampled_from(["set", "cut", "insert"]))
+        if change == "set" and at < len(data):
+            data[at] = draw(st.integers(0, 255))
+        elif change == "cut":
+            del data[at : at + draw(st.integers(1, 20))]
+        else:
+            data[at:at] = draw(st.binary(max_size=8))
+    return bytes(data)
+
+
+FRAMES = st.lists(
+    st.one_of(st.binary(max_size=60), mangled(), st.sampled_from(BOMBS)), min_size=1, max_size=4
+)
+
+
+def test_any_bytes_on_the_output_socket(live, peers):
+    """Of a stranger, who says what he likes and as often as he likes."""
+    junk = peers(zmq.PUSH, live.endpoints.output)
+
+    @FUZZ
+    @given(FRAMES, st.integers(1, 20))
+    def fuzz(frames, times):
+        for _ in range(times):
+            junk.send_multipart(frames)
+
+    fuzz()
+    junk.send_multipart([b"x"] * 10_000)
+    junk.send_multipart([BATCH, *[b"x" * 100] * 5000])
+
+
+def test_strangers_that_come_and_go_on_the_output_socket(live, peers):
+    """Each says something unreadable, and the next one comes."""
+    chance = random.Random(1)
+    for _ in range(100):
+        junk = peers(zmq.PUSH, live.endpoints.output)
+        for _ in range(chance.randrange(1, 8)):
+            junk.send(chance.choice([b"\xc1", b"ENGINE_CORE_DEAD", BATCH[:-1], BATCH]))
+        junk.close(linger=chance.choice([0, 200]))
+
+
+def test_an_engine_that_is_now_and_then_unreadable_fills_no_log(client_and_engines, log_lines):
+    """One bad message is dropped and said; ten thousand are not said ten thousand times."""
+    client, [engine] = client_and_engines()
+    stream = client.stream([1], LONG)
+    rid = engine.recv_add().rid
+    for token in range(5000):
+        engine.send_raw([b"\xc1" * 100])
+        engine.tokens(rid, [token])
+    engine.tokens(rid, [], "stop")
+    assert stream.result(20).token_ids == list(range(5000))
+    assert client.is_alive
+    assert 1 <= len([line for line in log_lines if "dropped" in line]) < 200
+
+
+# --- the handshake and the input socket --------------------------------------------------------
+
+STATUS = st.sampled_from(["HELLO", "READY", "FAILED", "", "x" * 5000, "\ud7ff"])
+HANDSHAKES = st.builds(
+    lambda status, more: [msgspec.msgpack.encode({"status": status, **more})],
+    STATUS,
+    st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5), max_size=3)
+    .map(lambda given: {k: v for k, v in given.items() if k != "status"})
+    .filter(lambda given: all(not isinstance(v, int) or abs(v) < 2**63 for v in given.values())),
+)
+# Not those of the living engines: whoever connects with one of those has that engine's place.
+IDENTITIES = st.one_of(
+    st.just(b""),
+    st.integers(2, 65535).map(lambda index: index.to_bytes(2, "little")),
+    st.binary(min_size=3, max_size=255).filter(lambda raw: raw[0] != 0),
+    st.binary(min_size=1, max_size=1).filter(lambda raw: raw != b"\0"),
+)
+
+
+@pytest.mark.parametrize("where", ["handshake", "input"])
+def test_any_bytes_on_a_router(live, peers, where):
+    """Of peers with any identity: they are no engines, whatever they say."""
+    address = getattr(live.endpoints, where)
+
+    @settings(FUZZ, max_examples=120)
+    @given(IDENTITIES, st.lists(HANDSHAKES | FRAMES, min_size=1, max_size=5))
+    def fuzz(identity, messages):
+        stranger = peers(zmq.DEALER, address, identity)
+        for frames in messages:
+            stranger.send_multipart(frames)
+        stranger.close()
+
+    fuzz()
+    flood = peers(zmq.DEALER, address, b"\x00\x01" if where == "input" else b"\x00\x00")
+    hello = msgspec.msgpack.encode({"status": "HELLO", "local": True, "headless": True})
+    for _ in range(5000):
+        flood.send(hello)
+
+
+@pytest.mark.parametrize("where", ["handshake", "input", "output"])
+@pytest.mark.parametrize("kind", ["ipc", "tcp"])
+def test_bytes_below_the_protocol(client_and_engines, log_lines, where, kind):
+    """Scanners, browsers and half a greeting: connections that never become messages."""
+    at = LOOPBACK if kind == "ipc" else tszmq.Endpoints(LOOPBACK, LOOPBACK, LOOPBACK)
+    client, engines = client_and_engines(2, endpoints=at)
+    for engine in engines:
+        answer_one(client, engine)
+    address = getattr(client.endpoints, where)
+    chance = random.Random(where)
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
+    before = len(os.listdir("/proc/self/fd"))
+    half_open = []
+    for number in range(60):
+        scheme, _, target = address.partition("://")
+        family = socket.AF_UNIX if scheme == "ipc" else socket.AF_INET
+        made = socket.socket(family, socket.SOCK_STREAM)
+        made.settimeout(2)
+        made.connect(target if scheme == "ipc" else ("127.0.0.1", int(target.rpartition(":")[2])))
+        data = chance.choice(
+            [
+                b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+                b"",
+                greeting[: chance.randrange(len(greeting))],
+                greeting + b"\x04\x26\x05READY" + bytes(chance.randrange(40)),
+                greeting + b"\x06" + b"\xff" * 8,
+                chance.randbytes(200),
+            ]
+        )
+        with contextlib.suppress(OSError):  # it may be refused before all of it is sent
+            made.sendall(data)
+        if number % 3:
+            made.close()
+        else:
+            half_open.append(made)
+    for engine in engines:
+        answer_one(client, engine)
+    for made in half_open:
+        made.close()
+    eventually(lambda: len(os.listdir("/proc/self/fd")) <= before)
+    assert [info.alive for info in client.engines] == [True, True]
+    assert len(log_lines) < 100
+    for engine in engines:
+        answer_one(client, engine)
+
+
+# --- engines that were given up, and live on ---------------------------------------------------
+
+
+def test_a_stopped_engine_that_was_replaced_goes_on(client_and_engines):
+    """It still has the connections and the identity: it takes nothing from its successor."""
+    client, [old] = client_and_engines(process=True, silence_timeout=0.4)
+    doomed = in_thread(client.generate, [1])
+    rid = old.recv_add().rid
+    old.stop()
+    with pytest.raises(tszmq.EngineDead):
+        doomed.result(5)
+    new = client_and_engines.engine(client.endpoints.handshake, 0, process=True)
+    new.connect()
+    eventually(lambda: client.engines[0].alive)
+    old.resume()
+    with client.stream([1]) as stream:
+        mine = new.recv_add().rid
+        for token in range(20):
+            old.tokens(rid, [token])
+            old.tokens(mine + "x", [token])
+            new.tokens(mine, [token])
+        old.sentinel()
+        new.tokens(mine, [20], "stop")
+        assert stream.result(5).token_ids == list(range(21))
+    for _ in range(20):
+        answer_one(client, new)
+    assert client.is_alive
+
+
+def test_an_engine_of_an_earlier_client_dials_on(client_and_engines, short_dir):
+    """On all of its connections, and with the identity that the new engine has."""
+    endpoints = tszmq.Endpoints(*(f"ipc://{short_dir}/{name}" for name in "hio"))
+    client, [old] = client_and_engines(process=True, endpoints=endpoints)
+    stream = client.stream([1])
+    rid = old.recv_add().rid
+    client.close()
+    assert stream.finished
+    client, [new] = client_and_engines(process=True, endpoints=endpoints)
+    for turn in range(20):
+        old.tokens(rid, [turn])
+        answer_one(client, new)
+    old.kill()
+    for _ in range(5):
+        answer_one(client, new)
+    assert client.is_alive

@@ -1,0 +1,131 @@
+"""The outbox: never waits for an engine, keeps the order, and gives up one that never reads."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import zmq
+
+from tszmq.net.outbox import Outbox
+from tszmq.wire.startup import engine_identity
+
+pytestmark = pytest.mark.timeout(20)
+
+
+class Router:
+    """A ROUTER's send half: room for so many messages an engine, or gone."""
+
+    def __init__(self) -> None:
+        self.room: dict[bytes, int] = defaultdict(lambda: 1000)
+        self.gone: set[bytes] = set()
+        self.sent: dict[bytes, list[list[bytes]]] = defaultdict(list)
+
+    def send_multipart(self, frames: list[bytes], flags: int) -> None:
+        assert flags == zmq.NOBLOCK
+        identity = frames[0]
+        if identity in self.gone:
+            raise zmq.ZMQError(zmq.EHOSTUNREACH)
+        if self.room[identity] == 0:
+            raise zmq.Again
+        self.room[identity] -= 1
+        self.sent[identity].append(frames[1:])
+
+
+ZERO, ONE = engine_identity(0), engine_identity(1)
+
+
+@pytest.fixture
+def router() -> Router:
+    return Router()
+
+
+@pytest.fixture
+def outbox(router: Router) -> Outbox:
+    stand_in: Any = router
+    return Outbox(stand_in, send_timeout=10.0)
+
+
+def test_what_has_room_is_sent_at_once(router, outbox):
+    assert outbox.send(0, [b"a", b"b"], 1.0) is None
+    assert outbox.send(1, [b"c"], 1.0) is None
+    assert router.sent == {ZERO: [[b"a", b"b"]], ONE: [[b"c"]]}
+    assert outbox.blocked == {}
+    assert outbox.retry(100.0) == []
+
+
+def test_a_blocked_engine_keeps_its_order_and_holds_up_nobody(router, outbox):
+    router.room[ZERO] = 0
+    for number in range(3):
+        assert outbox.send(0, [b"%d" % number], 1.0) is None
+    assert outbox.send(1, [b"other"], 1.0) is None
+    assert router.sent == {ONE: [[b"other"]]}
+    router.room[ZERO] = 1
+    # Room has come, but what was queued first goes first.
+    assert outbox.send(0, [b"3"], 1.5) is None
+    assert router.sent[ZERO] == []
+    assert outbox.retry(2.0) == []
+    assert router.sent[ZERO] == [[b"0"]]
+    router.room[ZERO] = 10
+    assert outbox.retry(3.0) == []
+    assert router.sent[ZERO] == [[b"0"], [b"1"], [b"2"], [b"3"]]
+    assert outbox.blocked == {}
+    outbox.send(0, [b"4"], 4.0)
+    assert router.sent[ZERO][-1] == [b"4"]
+
+
+def test_no_progress_for_the_timeout_gives_it_up(router, outbox):
+    router.room[ZERO] = 0
+    outbox.send(0, [b"a"], 1.0)
+    outbox.send(0, [b"b"], 9.0)
+    assert outbox.retry(11.0) == []
+    [(index, reason)] = outbox.retry(11.1)
+    assert index == 0
+    assert "has not read its requests for 10.0 s" in reason
+    assert outbox.blocked == {}
+    assert outbox.retry(30.0) == []
+
+
+def test_any_progress_starts_the_time_anew(router, outbox):
+    """A slow reader is no dead one."""
+    router.room[ZERO] = 0
+    for _ in range(5):
+        outbox.send(0, [b"a"], 1.0)
+    for now in (9.0, 18.0, 27.0):
+        router.room[ZERO] = 1
+        assert outbox.retry(now) == []
+    assert outbox.retry(36.9) == []
+    assert [index for index, _ in outbox.retry(37.1)] == [0]
+
+
+def test_an_engine_that_is_gone_is_told_at_once(router, outbox):
+    router.gone.add(ZERO)
+    reason = outbox.send(0, [b"a"], 1.0)
+    assert reason is not None
+    assert "nothing can be sent to it" in reason
+    assert outbox.blocked == {}
+
+
+def test_one_that_goes_while_it_is_blocked_is_lost_alone(router, outbox):
+    router.room[ZERO] = router.room[ONE] = 0
+    outbox.send(0, [b"a"], 1.0)
+    outbox.send(1, [b"b"], 1.0)
+    router.gone.add(ZERO)
+    router.room[ONE] = 1
+    [(index, reason)] = outbox.retry(2.0)
+    assert index == 0
+    assert "nothing can be sent to it" in reason
+    assert router.sent[ONE] == [[b"b"]]
+    assert outbox.blocked == {}
+
+
+def test_nothing_queued_for_a_dead_engine_reaches_its_successor(router, outbox):
+    router.room[ZERO] = 0
+    outbox.send(0, [b"old"], 1.0)
+    outbox.forget(0)
+    outbox.forget(7)
+    router.room[ZERO] = 10
+    assert outbox.retry(2.0) == []
+    outbox.send(0, [b"new"], 3.0)
+    assert router.sent[ZERO] == [[b"new"]]
