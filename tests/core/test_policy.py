@@ -183,22 +183,40 @@ def test_a_kept_score_follows_every_token():
     assert [place.flights.routing.choose(1) for _ in range(3)] == [1, 1, 1]
 
 
-def test_a_policy_that_raises_takes_no_place():
-    class Broken(LeastLoaded):
-        armed = False
+class Broken(LeastLoaded):
+    """A policy of a caller's, with a bug."""
 
-        def score(self, engine: EngineView, request: RequestView | None = None) -> float:
-            if self.armed:
-                raise RuntimeError("a bug of the caller's")
-            return super().score(engine)
+    armed = False
 
+    def score(self, engine: EngineView, request: RequestView | None = None) -> float:
+        if self.armed:
+            raise RuntimeError("a bug of the caller's")
+        return super().score(engine)
+
+
+def test_a_policy_that_cannot_judge_an_engine_leaves_nothing_half_done():
+    """The engine's own in-flight count stands in; places are taken and given back."""
     policy = Broken()
+    place = Place(2, policy=policy)
+    policy.armed = True
+    requests = [place.request() for _ in range(4)]
+    for request in requests:
+        assert place.flights.admit(request, None, 1.0, request.gate)
+    assert [request.engine_index for request in requests] == [0, 1, 0, 1]
+    for request in requests:
+        assert place.flights.withdraw(request, ABORTED, 2.0)
+    place.check()
+    assert [place.flights.routing.inflight(index) for index in (0, 1)] == [0, 0]
+
+
+def test_a_policy_that_fails_for_a_request_takes_no_place():
+    """Where the request matters it is asked before anything is taken: the caller hears of it."""
+    policy = Broken()
+    policy.uses_request = True
     place = Place(1, policy=policy)
     policy.armed = True
     request = place.request()
     with pytest.raises(RuntimeError):
         place.flights.admit(request, None, 1.0, request.gate)
-    policy.armed = False
-    place.flights.withdraw(request, ABORTED, 2.0)
     place.check()
     assert place.flights.routing.inflight(0) == 0

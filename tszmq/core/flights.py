@@ -184,6 +184,8 @@ class Flights:
         self.requests[request.wire_id] = request
         self.routing.place(index, request.wire_id, request.prompt_tokens)
         self._granted.discard(ticket)
+        if ticket in self._queue:
+            self._queue.remove(ticket)
         request.admitted = now
         if self.routing.inflight(index) == 1:
             self.engines[index].busy_since = now
@@ -209,8 +211,10 @@ class Flights:
         if not self._queue or self.max_inflight is None:
             return granted
         while self._queue and len(self.requests) + len(self._granted) < self.max_inflight:
-            ticket = self._queue.popleft()
+            # Never in neither: a signal may cut off whoever asks.
+            ticket = self._queue[0]
             self._granted.add(ticket)
+            self._queue.popleft()
             granted.append(ticket)
         return granted
 

@@ -113,11 +113,18 @@ class RoutingState:
         for position, engine in enumerate(living):
             engine.position = position
         if not self._policy.uses_request:
-            self._scores = [self._policy.score(engine, None) for engine in living]
+            self._scores = [self._score(engine) for engine in living]
 
     def _rescore(self, engine: _Engine) -> None:
         if engine.alive and not self._policy.uses_request:
-            self._scores[engine.position] = self._policy.score(engine, None)
+            self._scores[engine.position] = self._score(engine)
+
+    def _score(self, engine: _Engine) -> float:
+        try:
+            return self._policy.score(engine, None)
+        except Exception:
+            # A policy of the caller's: what it cannot judge it must not leave half released.
+            return engine.num_inflight
 
     # -- requests
 

@@ -220,7 +220,7 @@ class _Control:
                 info = self._shared.protocol.read_registration(index, payload)
             except DecodeError as error:
                 self._startup.ignored += 1
-                log.warning("tszmq: the registration of engine %d is ignored: %s", index, error)
+                self._greeter.warn(f"the registration of engine {index} is ignored: {error}")
                 continue
             fd = source_fd(frames[-1])
             if fd != NOWHERE:

@@ -99,9 +99,9 @@ class Greeter:
 
     def _ignore(self, what: str) -> None:
         self._startup.ignored += 1
-        self._warn(f"a message on the handshake socket is ignored: {what}")
+        self.warn(f"a message on the handshake socket is ignored: {what}")
 
-    def _warn(self, text: str) -> None:
+    def warn(self, text: str) -> None:
         """Anyone who reaches the socket can cause these: they must not fill the log."""
         self._warnings += 1
         if self._warnings <= _WARNINGS:
@@ -115,7 +115,7 @@ class Greeter:
         if self._startup.hello(index, self._connections.number(fd, self._is_open(fd))):
             self.send_init(index)
         else:
-            self._warn(
+            self.warn(
                 f"an engine said HELLO with index {index}, which is taken: it is kept waiting "
                 "until that place is free"
             )

@@ -43,6 +43,7 @@ _DRAIN_SECONDS = 0.3  # how long a dead engine's last messages are looked for
 _UNREADABLE_IN_A_ROW = 3
 _WARNINGS = 50  # of what cannot be read; of the rest one in a thousand
 _MAX_FRAMES = 4096
+_WARNINGS = 50  # about strangers; anyone who reaches the socket can cause them
 
 
 @attrs.frozen
@@ -114,6 +115,7 @@ class _Receiver:
         self._sources = Attribution()
         self._unreadable: dict[int, int] = {}  # fd -> messages in a row
         self._warnings = 0
+        self._strangers = 0
         self._max_bytes = 1 << 20
 
     def run(self) -> None:
@@ -201,11 +203,13 @@ class _Receiver:
     def _rest(self) -> list[bytes]:
         """The other frames of a message: they belong to it, whatever becomes of it."""
         frames: list[bytes] = []
+        size = 0
         more = True
         while more:
             frame = self._socket.recv(copy=False)
             more = frame.more
-            if len(frames) < _MAX_FRAMES:
+            size += len(frame)
+            if len(frames) < _MAX_FRAMES and size <= self._max_bytes:
                 frames.append(frame.bytes)
         return frames
 
