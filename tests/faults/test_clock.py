@@ -18,7 +18,7 @@ UNIT = float(os.environ.get("TSZMQ_TIME_UNIT", "1"))
 LONG = SamplingParams(max_tokens=8000)
 
 
-@pytest.fixture(params=[-3600.0, 0.0, 3600.0], ids=["an hour back", "steady", "an hour on"])
+@pytest.fixture(params=[-3600.0, 3600.0], ids=["an hour back", "an hour on"])
 def jump(request, monkeypatch):
     """Call it, and the wall clock of this process has jumped."""
     real = time.time

@@ -128,7 +128,7 @@ def test_an_engine_registers_as_another_dies(client_and_engines, endpoints, hold
     """The dead one is dead, and the one that came is not."""
     client, engines = client_and_engines(2, process=True, endpoints=endpoints)
     address = client.endpoints.handshake
-    for _ in range(4):
+    for _ in range(2):
         engines[1].kill()
         eventually(lambda: not client.engines[1].alive)
         engines[1] = client_and_engines.engine(address, 1, process=True)

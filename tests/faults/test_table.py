@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ TESTS = Path(__file__).resolve().parent.parent
 TABLE = (TESTS / "faults" / "README.md").read_text(encoding="utf-8")
 
 
+@functools.cache
 def functions(path: Path) -> set[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}

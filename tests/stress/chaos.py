@@ -163,13 +163,13 @@ class Watch:
         self.kills += 1
         self._kills[index].append(time.monotonic())
 
-    def died(self, error: tszmq.EngineDead, began: float) -> None:
-        """A call that began then has this error now; measured if a kill came in between."""
+    def died(self, error: tszmq.EngineDead, placed: float) -> None:
+        """A request that was placed then has this error now; measured from the kill between."""
         now = time.monotonic()
         if error.engine_index is None:
             return
         for killed in self._kills[error.engine_index]:
-            if began < killed:
+            if placed < killed:
                 with self._lock:
                     self.delays.append(now - killed)
                 return
@@ -189,16 +189,24 @@ class Watch:
 # --- what callers do ---------------------------------------------------------------------------
 
 
-def settle(watch: Watch, asked: Asked, seconds: float | None, call: Callable[[], object]) -> None:
-    """Make one call for one request, and judge its end."""
-    began = time.monotonic()
+def settle(
+    watch: Watch,
+    asked: Asked,
+    seconds: float | None,
+    call: Callable[[], object],
+    placed: Sequence[float] = (),
+) -> None:
+    """Make one call for one request, and judge its end.
+
+    ``placed``: where the call puts the time at which the request had its engine.
+    """
     with watch.within(seconds):
         try:
             outcome: object = call()
         except tszmq.TszmqError as error:
             outcome = error
-            if isinstance(error, tszmq.EngineDead):
-                watch.died(error, began)
+            if isinstance(error, tszmq.EngineDead) and placed:
+                watch.died(error, placed[0])
     watch.ended(asked.judge(outcome))
     breathe(watch, [outcome])
 
@@ -227,11 +235,22 @@ def generate_without_timeout(watch: Watch, chance: random.Random, client: tszmq.
 def generate_pinned(watch: Watch, chance: random.Random, client: tszmq.Client) -> None:
     asked, rank = ask(chance, chance.choice([20, 400])), chance.randrange(ENGINES)
 
-    def call() -> tszmq.Completion:
-        try:
-            done = client.generate(
+    placed: list[float] = []
+
+    def request() -> tszmq.Completion:
+        if chance.random() < 0.3:
+            return client.generate(
                 asked.prompt, asked.params, data_parallel_rank=rank, timeout=8, request_id="pinned"
             )
+        stream = client.stream(
+            asked.prompt, asked.params, data_parallel_rank=rank, timeout=8, request_id="pinned"
+        )
+        placed.append(time.monotonic())
+        return stream.result()
+
+    def call() -> tszmq.Completion:
+        try:
+            done = request()
         except tszmq.EngineDead as error:
             if error.engine_index != rank:
                 raise Wrong(f"pinned to {rank}: {error}") from error
@@ -240,7 +259,7 @@ def generate_pinned(watch: Watch, chance: random.Random, client: tszmq.Client) -
             raise Wrong(f"pinned to {rank}, served by {done.engine_index}")
         return done
 
-    settle(watch, asked, 8, call)
+    settle(watch, asked, 8, call, placed)
 
 
 def read(stream: tszmq.RequestStream, limit: int | None = None) -> list[int]:
@@ -255,11 +274,13 @@ def read(stream: tszmq.RequestStream, limit: int | None = None) -> list[int]:
 
 def read_stream(watch: Watch, chance: random.Random, client: tszmq.Client) -> None:
     asked, rank = ask(chance), chance.choice([None, *range(ENGINES)])
+    placed: list[float] = []
 
     def call() -> tszmq.Completion:
         with client.stream(
             asked.prompt, asked.params, data_parallel_rank=rank, timeout=8
         ) as stream:
+            placed.append(time.monotonic())
             ids = read(stream)
             if next(stream, None) is not None:
                 raise Wrong("a chunk after the last one")
@@ -268,7 +289,7 @@ def read_stream(watch: Watch, chance: random.Random, client: tszmq.Client) -> No
                 raise Wrong(f"chunks gave {ids}, the result {done.token_ids}")
             return done
 
-    settle(watch, asked, 8, call)
+    settle(watch, asked, 8, call, placed)
 
 
 def leave_stream(watch: Watch, chance: random.Random, client: tszmq.Client) -> None:

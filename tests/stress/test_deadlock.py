@@ -20,12 +20,14 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("debug", ["0", "1"])
-def test_everything_at_once(debug):
+@pytest.mark.parametrize(
+    ("protocol", "debug"), [("tokenspeed", "0"), ("tokenspeed", "1"), ("vllm", "0")]
+)
+def test_everything_at_once(protocol, debug):
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "tests.stress.workload", str(SECONDS), str(STALL)],
         cwd=ROOT,
-        env={**os.environ, "TSZMQ_DEBUG": debug},
+        env={**os.environ, "TSZMQ_DEBUG": debug, "TSZMQ_STRESS_PROTOCOL": protocol},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

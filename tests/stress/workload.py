@@ -31,8 +31,15 @@ from tszmq.sim import expected_tokens
 ENGINES = 4
 MAX_TOKENS = 16
 LONG = SamplingParams(max_tokens=80)
-REFUSED = SamplingParams(max_tokens=5, logprobs=True)
-"""What the engines of this client refuse, with an abort that has no tokens."""
+PROTOCOL = os.environ.get("TSZMQ_STRESS_PROTOCOL", "tokenspeed")
+REFUSED = (
+    SamplingParams(max_tokens=5, logprobs=True)
+    if PROTOCOL == "tokenspeed"
+    else SamplingParams(max_tokens=5, temperature=5.0)
+)
+"""What TokenSpeed's engines here refuse, with an abort that has no tokens; what the client does
+not send to vLLM's, which would go deaf of it."""
+REFUSALS = (tszmq.RequestRejected, tszmq.InvalidRequest)
 END_SECONDS = 20.0
 
 
@@ -156,7 +163,7 @@ def abort(crowd: Crowd, chance: random.Random, name: str) -> None:
 def generate_refused(crowd: Crowd, chance: random.Random, name: str) -> None:
     try:
         crowd.client.generate(some_prompt(chance), REFUSED, data_parallel_rank=some_rank(chance))
-    except tszmq.RequestRejected:
+    except REFUSALS:
         return
     raise Wrong("a request that the engine refuses gave a result")
 
@@ -229,7 +236,7 @@ def bulk(crowd: Crowd, chance: random.Random, name: str) -> None:
     )
     for prompt, asked, result in zip(prompts, params, results, strict=True):
         if asked is REFUSED:
-            if not isinstance(result, tszmq.RequestRejected):
+            if not isinstance(result, REFUSALS):
                 raise Wrong(f"refused, and gave {result!r}")
         else:
             check(prompt, result.token_ids, asked.max_tokens)
@@ -310,6 +317,7 @@ def main(seconds: float, stall: float) -> None:
     sys.unraisablehook = unraisable.append
     client = tszmq.Client.embedded(
         ENGINES,
+        protocol=PROTOCOL,
         step_ms=0,
         max_num_seqs=64,
         no_output_logprobs=True,

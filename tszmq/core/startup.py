@@ -62,6 +62,10 @@ class Startup:
             self._stages[index] = Stage.READY
         return index in self._stages
 
+    def is_greeted(self, index: int) -> bool:
+        """Whether the engine was sent INIT and has not said READY."""
+        return self._stages.get(index) is Stage.GREETED
+
     def expects_registration(self, index: int) -> bool:
         """Whether the engine was sent INIT and has not registered."""
         return self._stages.get(index) in (Stage.GREETED, Stage.READY)
@@ -124,6 +128,10 @@ class Startup:
     def pending(self) -> bool:
         """Whether some engine was sent INIT and has not registered."""
         return any(stage in (Stage.GREETED, Stage.READY) for stage in self._stages.values())
+
+    def is_settled(self) -> bool:
+        """Whether no engine is on its way, or kept waiting."""
+        return not self._waiting and not self.pending()
 
     def num_missing(self) -> int:
         """Engines that have never registered."""

@@ -50,6 +50,7 @@ __all__ = ["Settings", "run_control"]
 
 
 _CLOSING_SECONDS = 0.02  # until libzmq has surely closed a descriptor whose end it reported
+_SWEEP_SECONDS = 0.25
 _GRACE = 0.1  # between the loss of an engine's input connection and its requests' end
 _CUT_OFF_GRACE = 0.5  # for the loss of its output connection alone
 _BLAME_GRACE = 0.5  # for a connection to close that tells who sent a nameless sentinel
@@ -138,6 +139,7 @@ class _Control:
         self._waves = WaveClock()
         self._asleep = False  # a lockstep group was given a request and has not been woken
         self._stopping = False
+        self._sweeping = False
         self._quiet = False
         self._poller = zmq.Poller()
         for readable in (
@@ -202,7 +204,19 @@ class _Control:
             stalled = self._startup.stalled()
             if stalled:
                 self._at(_REGISTRATION_GRACE, partial(self._greeter.replace, stalled))
+            if not self._sweeping and not self._startup.is_settled():
+                self._sweeping = True
+                self._at(_SWEEP_SECONDS, self._sweep)
             self._publish_muster()
+
+    def _sweep(self) -> None:
+        """While engines come, connections end and descriptors are used again within a moment:
+        look for ends that were missed."""
+        for fd in self._connections.descriptors():
+            self._look_at(fd)
+        self._sweeping = not self._startup.is_settled()
+        if self._sweeping:
+            self._at(_SWEEP_SECONDS, self._sweep)
 
     def _read_input(self) -> None:
         """Registrations; nothing else is ever sent this way."""

@@ -28,6 +28,7 @@ __all__ = ["Greeter"]
 
 
 _WILDCARDS = ("0.0.0.0", "::", "*")
+_MESSAGES = 1000
 _WARNINGS = 50  # the rest is only counted
 
 
@@ -130,8 +131,11 @@ class Greeter:
         try:
             self.socket.send_multipart([engine_identity(index), init], zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            # The end of its connection is about to be reported, if it is not READY already.
-            log.info("tszmq: engine %d cannot be sent INIT: %s", index, error)
+            # Gone, unless it had its INIT before: then it has said READY by now.
+            self.read(_MESSAGES)
+            if self._startup.is_greeted(index):
+                log.info("tszmq: engine %d went away before its INIT: %s", index, error)
+                self._fail(index)
 
     def _address_for(self, index: int, address: str) -> str:
         """A wildcard cannot be dialled: name the host that this engine reached us at."""

@@ -91,6 +91,10 @@ class Connections:
             self._seen.pop(fd, None)
         return gone
 
+    def descriptors(self) -> list[int]:
+        """Where connections were seen and not reported closed."""
+        return list(self._seen)
+
     def is_known(self, fd: int) -> bool:
         """Whether a connection at that descriptor was seen and has not been reported closed."""
         return fd in self._seen

@@ -41,7 +41,6 @@ __all__ = ["Blame", "Halt", "Joined", "OutputClosed", "Retire", "run_receiver"]
 _DRAIN_BATCHES = 32  # messages handled before those who wait are woken
 _DRAIN_SECONDS = 0.3  # how long a dead engine's last messages are looked for
 _UNREADABLE_IN_A_ROW = 3
-_WARNINGS = 50  # of what cannot be read; of the rest one in a thousand
 _MAX_FRAMES = 4096
 _WARNINGS = 50  # about strangers; anyone who reaches the socket can cause them
 
