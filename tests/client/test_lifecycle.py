@@ -16,7 +16,7 @@ import pytest
 
 import tszmq
 from tests.client_fixtures import answer_one, inflight
-from tests.mock_engine import UNIT, eventually, in_thread, stays_true
+from tests.mock_engine import PATIENCE, UNIT, eventually, in_thread, stays_true
 from tszmq import SamplingParams
 
 pytestmark = [
@@ -48,8 +48,8 @@ def test_close_wakes_waiters(client_and_engines, call):
     started = time.monotonic()
     client.close()
     with pytest.raises(tszmq.ClientClosed):
-        waiting.result(2)
-    assert time.monotonic() - started < 1
+        waiting.result(PATIENCE)
+    assert time.monotonic() - started < PATIENCE
 
 
 @pytest.mark.parametrize("timeout", [None, 30])
@@ -62,7 +62,7 @@ def test_close_wakes_those_who_wait_for_a_place(client_and_engines, timeout):
         stays_true(lambda: not waiting.done(), 0.1)
         client.close()
         with pytest.raises(tszmq.ClientClosed):
-            waiting.result(1)
+            waiting.result(PATIENCE)
 
 
 def test_close_many_times_and_from_many_threads(client_and_engines):
@@ -73,11 +73,11 @@ def test_close_many_times_and_from_many_threads(client_and_engines):
     engine.recv_add()
     closing = [in_thread(client.close) for _ in range(4)]
     for call in closing:
-        assert call.result(2) is None
+        assert call.result(PATIENCE) is None
     client.close()
     client.close(timeout=1)
     with pytest.raises(tszmq.ClientClosed):
-        waiting.result(2)
+        waiting.result(PATIENCE)
     tszmq.Client.bind(address).close()
 
 
@@ -85,7 +85,7 @@ def test_close_from_another_thread_in_a_block(client_and_engines):
     """Leaving the block afterwards is fine."""
     client, _ = client_and_engines()
     with client:
-        in_thread(client.close).result(2)
+        in_thread(client.close).result(PATIENCE)
         assert not client.is_alive
 
 
@@ -143,7 +143,7 @@ def test_close_with_a_dead_engine_and_unsent_data(client_and_engines):
     engine.kill()
     started = time.monotonic()
     client.close()
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < PATIENCE
     assert len(streams) == 200
 
 
@@ -154,7 +154,7 @@ def test_close_with_a_stopped_engine_and_unsent_data(client_and_engines):
     streams = [client.stream([1] * 8000) for _ in range(200)]
     started = time.monotonic()
     client.close()
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < PATIENCE
     assert len(streams) == 200
 
 
@@ -177,10 +177,10 @@ def test_close_under_load(client_and_engines):
     started = time.monotonic()
     client.close()
     took = time.monotonic() - started
-    results = [call.result(5) for call in working]
+    results = [call.result(PATIENCE) for call in working]
     stop.set()
     assert all(results)
-    assert took < 3
+    assert took < PATIENCE
 
 
 # --- being forgotten -----------------------------------------------------------------------
@@ -205,8 +205,8 @@ def test_forgotten_client_is_collected_and_its_threads_end(client_and_engines):
     del client
     gc.collect()
     assert watch() is None
-    eventually(lambda: not any(thread.is_alive() for thread in threads), 2)
-    eventually(lambda: not os.path.exists(directory), 2)
+    eventually(lambda: not any(thread.is_alive() for thread in threads))
+    eventually(lambda: not os.path.exists(directory))
     tszmq.Client.bind(address).close()
 
 
@@ -222,8 +222,8 @@ def test_client_forgotten_with_requests_in_flight(client_and_engines):
     client_and_engines.forget(client)
     del client, streams
     gc.collect()
-    eventually(lambda: watch() is None, 2)
-    eventually(lambda: not any(thread.is_alive() for thread in threads), 2)
+    eventually(lambda: watch() is None)
+    eventually(lambda: not any(thread.is_alive() for thread in threads))
 
 
 def test_stream_outlives_the_reference_to_its_client(client_and_engines):
@@ -237,7 +237,7 @@ def test_stream_outlives_the_reference_to_its_client(client_and_engines):
     engine.tokens(rid, [5])
     assert next(stream).token_ids == [5]
     engine.tokens(rid, [6], "stop")
-    assert stream.result(5).token_ids == [5, 6]
+    assert stream.result(PATIENCE).token_ids == [5, 6]
 
 
 def test_forgotten_bound_client(client_and_engines):
@@ -254,7 +254,7 @@ def test_forgotten_bound_client(client_and_engines):
             return False
         return True
 
-    eventually(free, 2)
+    eventually(free)
 
 
 @pytest.mark.slow
@@ -278,9 +278,9 @@ def test_descriptors_return(client_and_engines):
         one()
         longest = max(longest, time.monotonic() - started)
     gc.collect()
-    eventually(lambda: len(os.listdir("/proc/self/fd")) <= descriptors, 2)
-    eventually(lambda: threading.active_count() <= threads, 2)
-    assert longest < 3
+    eventually(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)
+    eventually(lambda: threading.active_count() <= threads)
+    assert longest < PATIENCE
 
 
 # --- what a client is not ------------------------------------------------------------------
@@ -355,7 +355,7 @@ def test_first_token_after_idling_is_not_late(client_and_engines):
             engine.tokens(rid, [token])
             assert next(stream).token_ids == [token]
             delays.append(time.monotonic() - started)
-        assert sorted(delays)[10] < 0.02
+        assert sorted(delays)[5] < 0.05  # less than any period one would poll with
 
 
 # --- the interpreter's exit ----------------------------------------------------------------
@@ -646,7 +646,7 @@ def test_inflight_is_zero_after_all_this(client_and_engines):
         del other
         gc.collect()
         engine.tokens(rid, [5], "stop")
-        assert stream.result(5).token_ids == [5]
+        assert stream.result(PATIENCE).token_ids == [5]
     assert inflight(client) == [0]
 
 

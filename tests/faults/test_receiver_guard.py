@@ -10,7 +10,7 @@ import pytest
 
 import tszmq
 from tests.client_fixtures import answer_one, inflight
-from tests.mock_engine import eventually, in_thread, stays_true
+from tests.mock_engine import PATIENCE, eventually, in_thread, stays_true
 from tszmq import SamplingParams
 from tszmq.core.flights import Flights
 from tszmq.core.rows import Rows
@@ -49,11 +49,11 @@ class Waiters:
     def check(self, kind) -> None:
         """Each has heard, and of what it was."""
         for call in self.calls:
-            error = call.exception(3)
+            error = call.exception(PATIENCE)
             assert isinstance(error, tszmq.ClientClosed), error
             assert isinstance(error.__cause__, kind)
             assert kind.__name__ in str(error)
-        for error in self.returning.result(3):
+        for error in self.returning.result(PATIENCE):
             assert isinstance(error, tszmq.ClientClosed)
             assert kind.__name__ in str(error)
 
@@ -67,7 +67,7 @@ def check_closed(client, kind) -> None:
         assert isinstance(caught.value.__cause__, kind)
     started = time.monotonic()
     client.close()
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < PATIENCE
     assert not [t for t in client._session._threads if t.is_alive()]
 
 
@@ -127,8 +127,8 @@ def test_a_request_that_ended_just_before_is_a_result(client_and_engines, monkey
     engine.send_batch([engine.row(rid, [5], "stop") for rid in rids])
     engine.send_raw([b"strike"])
     for call in calls:
-        assert call.result(3).token_ids == [5]
-    assert group.result(3)[0].token_ids == [5]
+        assert call.result(PATIENCE).token_ids == [5]
+    assert group.result(PATIENCE)[0].token_ids == [5]
     check_closed(client, MemoryError)
 
 
@@ -165,7 +165,7 @@ def test_a_failure_while_engines_are_awaited(client_and_engines, monkeypatch):
     connecting = in_thread(bound.connect, 20)
     client_and_engines.engine(bound.endpoints.handshake, 0).hello()
     with pytest.raises(tszmq.ClientClosed) as caught:
-        connecting.result(3)
+        connecting.result(PATIENCE)
     assert isinstance(caught.value.__cause__, MemoryError)
 
 
@@ -214,7 +214,7 @@ def test_a_log_handler_may_look_and_abort(client_and_engines, on_log, thread):
     engine.recv_add()
     on_log(emit)
     provoke(client, engine, thread)
-    assert doomed.result(3).finish_reason == "abort"
+    assert doomed.result(PATIENCE).finish_reason == "abort"
     engine.recv_abort()
     eventually(lambda: seen)
     assert seen[0] == (0, None, True)
@@ -237,9 +237,9 @@ def test_a_log_handler_may_close(client_and_engines, on_log, thread):
     on_log(emit)
     provoke(client, engine, thread)
     with pytest.raises(tszmq.ClientClosed):
-        call.result(3)
+        call.result(PATIENCE)
     eventually(lambda: took)
-    assert took[0] < 2
+    assert took[0] < PATIENCE
     client.close()
     assert not [t for t in client._session._threads if t.is_alive()]
 
@@ -271,7 +271,7 @@ def test_a_log_handler_that_would_wait_for_itself(client_and_engines, on_log, th
 
     on_log(emit)
     provoke(client, engine, thread)
-    eventually(lambda: errors and errors[0], 3)
+    eventually(lambda: errors and errors[0])
     assert "thread of the client's own" in str(errors[0])
     stream.close()
     eventually(lambda: inflight(client) == [0])
@@ -288,6 +288,6 @@ def test_a_log_handler_that_raises_hurts_nobody(client_and_engines, on_log, thre
     on_log(failing(ZeroDivisionError("a bug of the handler's")))
     provoke(client, engine, thread)
     engine.tokens(rid, [5], "stop")
-    assert call.result(3).token_ids == [5]
+    assert call.result(PATIENCE).token_ids == [5]
     answer_one(client, engine)
     assert "a bug of the handler's" in capsys.readouterr().err

@@ -13,7 +13,7 @@ import pytest
 
 import tszmq
 from tests.client_fixtures import answer_one
-from tests.mock_engine import eventually, in_thread
+from tests.mock_engine import PATIENCE, eventually, in_thread
 from tszmq.net.mailbox import Mailbox
 
 pytestmark = pytest.mark.timeout(45)
@@ -82,7 +82,7 @@ def test_an_engine_says_hello_as_a_stranger_goes(client_and_engines, hold):
         engine.hello()
     engine.finish_connect(5)
     client_and_engines.forget(bound)
-    with connecting.result(5) as client:
+    with connecting.result(PATIENCE) as client:
         answer_one(client, engine)
 
 
@@ -119,7 +119,7 @@ def test_an_engine_says_hello_as_another_is_through_with_it(client_and_engines, 
     first.register()
     second.finish_connect(5)
     client_and_engines.forget(bound)
-    with connecting.result(5) as client:
+    with connecting.result(PATIENCE) as client:
         answer_one(client, first)
         answer_one(client, second)
 
@@ -142,7 +142,7 @@ def test_an_engine_registers_as_another_dies(client_and_engines, endpoints, hold
             threading.Event().wait(0.1)
             engines[1].register()
         with pytest.raises(tszmq.EngineDead) as caught:
-            doomed.result(3)
+            doomed.result(PATIENCE)
         assert caught.value.engine_index == 0
         eventually(lambda: client.engines[1].alive)
         answer_one(client, engines[1])

@@ -11,7 +11,15 @@ import pytest
 
 import tszmq
 from tests.client_fixtures import answer_one, inflight
-from tests.mock_engine import Add, MockEngine, eventually, in_thread, predicted, stays_true
+from tests.mock_engine import (
+    PATIENCE,
+    Add,
+    MockEngine,
+    eventually,
+    in_thread,
+    predicted,
+    stays_true,
+)
 from tszmq import SamplingParams
 
 pytestmark = pytest.mark.timeout(45)
@@ -69,7 +77,7 @@ def reluctant(client_and_engines):
         made.extend(engines)
         for engine in engines:
             engine.connect()
-        return connecting.result(10), engines
+        return connecting.result(PATIENCE), engines
 
     yield make
     for engine in made:
@@ -126,7 +134,7 @@ def test_a_burst_larger_than_every_queue_arrives_in_order(reluctant, endpoints):
     assert len(owed) == 600
     for number in (2, 1000, 3000):  # and they are served
         engine.tokens(adds[number], [number], "stop")
-        assert streams[number - 1].result(5).token_ids == [number]
+        assert streams[number - 1].result(PATIENCE).token_ids == [number]
 
 
 def test_an_engine_that_never_reads_is_dead_alone(reluctant, client_and_engines, endpoints):
@@ -141,15 +149,15 @@ def test_an_engine_that_never_reads_is_dead_alone(reluctant, client_and_engines,
         doomed.extend(client.stream([1] * 2000, LONG, data_parallel_rank=1) for _ in range(100_000))
     for stream in doomed:
         with pytest.raises(tszmq.EngineDead) as caught:
-            stream.result(5 * UNIT)
+            stream.result(PATIENCE)
         assert caught.value.engine_index == 1
         assert "has not read" in caught.value.reason
-    assert 0.5 * UNIT < time.monotonic() - started < 8 * UNIT
+    assert 0.5 * UNIT < time.monotonic() - started < PATIENCE
     assert [info.alive for info in client.engines] == [True, False]
     assert client.inflight(1) == 0
     assert not other.done()
     engines[0].tokens(rid, [5], "stop")
-    assert other.result(2).token_ids == [5]
+    assert other.result(PATIENCE).token_ids == [5]
     successor = client_and_engines.engine(client.endpoints.handshake, 1).connect()
     eventually(lambda: client.engines[1].alive)
     answer_one(client, successor)  # and gets nothing of what its predecessor did not read
@@ -168,7 +176,7 @@ def test_an_engine_that_reads_slowly_is_not_dead(reluctant):
     assert client.is_alive
     last = engine.recv_adds(6000 - 8 * 600)[-1]
     engine.tokens(last.rid, [5], "stop")
-    assert submitting.result(5)[-1].result(5).token_ids == [5]
+    assert submitting.result(PATIENCE)[-1].result(PATIENCE).token_ids == [5]
 
 
 def test_a_burst_of_output_while_nobody_reads_is_kept(client_and_engines):
@@ -181,7 +189,7 @@ def test_a_burst_of_output_while_nobody_reads_is_kept(client_and_engines):
             engine.tokens(rid, [token])
         engine.tokens(rid, [], "stop")
         stays_true(lambda: not stream.finished, 0.05)
-    assert stream.result(10).token_ids == list(range(5000))
+    assert stream.result(PATIENCE).token_ids == list(range(5000))
 
 
 def test_callers_wait_for_places_while_one_engine_stalls(client_and_engines):
@@ -195,10 +203,10 @@ def test_callers_wait_for_places_while_one_engine_stalls(client_and_engines):
     started = time.monotonic()
     with pytest.raises(tszmq.QueueFull):
         client.generate([1], timeout=0.2)
-    assert 0.2 <= time.monotonic() - started < 1.5 * UNIT
+    assert 0.2 <= time.monotonic() - started < PATIENCE
     engines[1].resume()
     for stream in held:
-        assert stream.result(5).token_ids == predicted([1], 16)
+        assert stream.result(PATIENCE).token_ids == predicted([1], 16)
 
 
 # --- messages above the limit ------------------------------------------------------------------
@@ -219,12 +227,12 @@ def test_a_message_above_the_limit_ends_the_requests_it_may_have_been_for(
         assert next(stream).token_ids == [5]
     engines[0].send_raw([b"\xff" * (LIMIT + 1)])
     with pytest.raises(tszmq.DecodeError) as caught:
-        streams[0].result(4 * UNIT)
+        streams[0].result(PATIENCE)
     assert caught.value.engine_index == 0
     assert "too large" in str(caught.value)
     assert inflight(client) == [0, 1]
     engines[1].tokens(rids[1], [6], "stop")
-    assert streams[1].result(2).token_ids == [5, 6]
+    assert streams[1].result(PATIENCE).token_ids == [5, 6]
     assert [info.alive for info in client.engines] == [True, True]
     assert engines[0].recv_abort() == [rids[0]]  # it may still be at it
     for engine in engines:
@@ -238,11 +246,11 @@ def test_a_first_message_above_the_limit(client_and_engines):
     rids = [engine.recv_add().rid for engine in engines]
     engines[0].send_raw(["ff" * (LIMIT + 1)])
     with pytest.raises(tszmq.DecodeError) as caught:
-        calls[0].result(4 * UNIT)
+        calls[0].result(PATIENCE)
     assert caught.value.engine_index == 0
     assert inflight(client) == [0, 1]
     engines[1].tokens(rids[1], [6], "stop")
-    assert calls[1].result(2).token_ids == [6]
+    assert calls[1].result(PATIENCE).token_ids == [6]
     assert engines[0].recv_abort() == [rids[0]]
     for engine in engines:
         answer_one(client, engine)
@@ -255,7 +263,7 @@ def test_a_message_just_below_the_limit_is_read(client_and_engines):
     rid = engine.recv_add().rid
     tokens = list(range(150_000, 350_000))
     engine.tokens(rid, tokens, "stop")
-    assert stream.result(5).token_ids == tokens
+    assert stream.result(PATIENCE).token_ids == tokens
 
 
 @pytest.mark.parametrize("where", ["handshake", "input", "output"])
@@ -287,7 +295,7 @@ context.term()
         assert run_script(script, address, where).exit_code == 0
     finally:
         sent.set()
-    watching.result(2)
+    watching.result(PATIENCE)
     assert most[0] - before < 64 << 20
     assert [info.alive for info in client.engines] == [True, True]
     for engine in engines:

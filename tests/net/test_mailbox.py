@@ -197,7 +197,7 @@ def test_a_full_socket_does_not_block_a_poster(mailbox):
             mailbox._writer.send(b"\0" * 4096)
     started = time.monotonic()
     mailbox.post("one")
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < PATIENCE
     assert rings(mailbox)
     assert drain(mailbox) == ["one"]
     assert not rings(mailbox)

@@ -130,6 +130,7 @@ class _Control:
             settings.parallel_config,
             self._connections,
             sockets.monitors[0].is_open,
+            before_init=partial(self._input.setsockopt, zmq.ROUTER_HANDOVER, 1),
         )
         self._outbox = Outbox(self._input, settings.send_timeout)
         self._silence = SilenceWatch(settings.silence_timeout, settings.silence_warning)
@@ -243,6 +244,9 @@ class _Control:
     def _register(self, info: EngineInfo, fd: int) -> None:
         index = info.engine_index
         self._startup.registered(index)
+        if not self._startup.pending():
+            # Who dials in from here on with the identity of an engine is not that engine.
+            self._input.setsockopt(zmq.ROUTER_HANDOVER, 0)
         with self._shared.state as flights:
             epoch = flights.register(info, time.monotonic())
         connection = self._connections.number(fd, self._sockets.monitors[1].is_open(fd))

@@ -42,6 +42,7 @@ class Greeter:
         parallel_config: For INIT.
         connections: Gives them numbers.
         is_open: Whether this socket has a connection at a descriptor now.
+        before_init: Called before an INIT is sent: an engine is about to dial in.
     """
 
     def __init__(
@@ -52,8 +53,10 @@ class Greeter:
         parallel_config: Mapping[str, Any],
         connections: Connections,
         is_open: Callable[[int], bool],
+        before_init: Callable[[], object],
     ) -> None:
         self.socket = socket
+        self._before_init = before_init
         self.failed: str | None = None
         """What the first engine said that failed to start."""
         self._warnings = 0
@@ -128,6 +131,7 @@ class Greeter:
             self._address_for(index, self._endpoints.output or ""),
             self._parallel_config,
         )
+        self._before_init()
         try:
             self.socket.send_multipart([engine_identity(index), init], zmq.NOBLOCK)
         except zmq.ZMQError as error:

@@ -5,7 +5,10 @@ Options and why: ``limits`` in parentheses were measured on libzmq 4.3.5.
 * LINGER 0 everywhere: closing never waits for an absent peer.
 * ROUTER_MANDATORY: a send to nobody is an error instead of a silent drop.
 * ROUTER_HANDOVER: an engine that comes back under its old identity is heard (without it the
-  second connection under a live identity is ignored for good).
+  second connection under a live identity is ignored for good). On the input socket only while
+  an engine is starting up: an engine of an earlier client, which never stops dialling, must not
+  take the requests of the one that registered here. libzmq keeps what such a peer says unread
+  until the socket is closed; RCVHWM and MAXMSGSIZE of the ROUTERs bound it.
 * RCVHWM 0 on the output socket: what an engine managed to send arrives, also after it died.
 * MAXMSGSIZE on all: a message above it is refused before it takes memory (the peer is then
   disconnected, which the monitors see).
@@ -35,6 +38,10 @@ T = TypeVar("T")
 WAKE = b"tszmq-wake"
 """Tells the receiver to look at its orders. Anyone may send it: it says nothing itself."""
 
+
+_STARTUP_MESSAGES = 16
+_STARTUP_BYTES = 1 << 20
+"""Engines say one or two things on each ROUTER, of some hundred bytes."""
 
 NOWHERE = -1
 
@@ -198,10 +205,14 @@ class _Binder:
 
     def bind(self, kind: int, address: str) -> tuple[zmq.Socket[bytes], str]:
         bound = self.make(kind)
-        bound.setsockopt(zmq.MAXMSGSIZE, self._max_message_bytes)
+        most = self._max_message_bytes
+        if kind == zmq.ROUTER:
+            most = min(most, _STARTUP_BYTES)
+        bound.setsockopt(zmq.MAXMSGSIZE, most)
         if kind == zmq.ROUTER:
             bound.setsockopt(zmq.ROUTER_MANDATORY, 1)
             bound.setsockopt(zmq.ROUTER_HANDOVER, 1)
+            bound.setsockopt(zmq.RCVHWM, _STARTUP_MESSAGES)
         else:
             bound.setsockopt(zmq.RCVHWM, 0)
         if is_tcp(address):
