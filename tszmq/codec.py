@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ormsgpack
@@ -111,7 +111,7 @@ def unpack(
     return pair[0]
 
 
-def unpack_pieces(pieces: tuple[bytes, ...]) -> Any:
+def unpack_pieces(pieces: Sequence[bytes]) -> Any:
     """The one object that ``pieces`` are in a row, some of them ``HOLE``.
 
     Saves decoding parts of a message whose bytes are known: put a hole there. A value that

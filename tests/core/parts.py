@@ -93,7 +93,8 @@ class Place:
 
     def tokens_of(self, request: Request) -> list[int]:
         """What came for it so far."""
-        self.flights.reveal()
+        for rows in self.flights._rows.values():
+            rows.spill()
         return request.tokens.tolist()
 
     def apply(self, *rows: tuple[Any, ...], now: float = 2.0, **columns: Any):

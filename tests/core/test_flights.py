@@ -119,18 +119,18 @@ def test_tokens_that_wait_to_be_dealt_out_survive_a_signal(with_logprobs):
     def prepare():
         place = Place()
         requests = [place.admit(logprobs=with_logprobs) for _ in range(3)]
-        for count in range(1, 5):
+        for count in range(1, 6):
             rows = [(request, 10 * i + count) for i, request in enumerate(requests)]
             logprobs = [[-float(count)]] * 3 if with_logprobs else None
             step = place.step(*rows, counts=[count] * 3, logprobs=logprobs)
             place.flights.apply(step, 2.0)
-        assert len(requests[0].tokens) == 1  # or this tests nothing
+        assert len(requests[0].tokens) == 2  # or this tests nothing
 
         def verify():
             for i, request in enumerate(requests):
                 place.flights.withdraw(request, ABORTED, 3.0)
-                assert request.result().token_ids == [10 * i + n for n in range(1, 5)]
-                expected = [-1.0, -2.0, -3.0, -4.0] if with_logprobs else None
+                assert request.result().token_ids == [10 * i + n for n in range(1, 6)]
+                expected = [-1.0, -2.0, -3.0, -4.0, -5.0] if with_logprobs else None
                 assert request.result().logprobs == expected
             place.check()
 

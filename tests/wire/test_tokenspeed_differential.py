@@ -14,7 +14,7 @@ from tests.wire.tokenspeed_vectors import frames, vectors
 from tszmq.codec import HOLE, pack, unpack
 from tszmq.errors import DecodeError
 from tszmq.wire.base import EngineBatch
-from tszmq.wire.tokenspeed_decoder import TokenSpeedDecoder
+from tszmq.wire.tokenspeed_decoder import TokenSpeedDecoder, _twin
 from tszmq.wire.tokenspeed_output import read_batch
 
 SEEDS = [frames(vector)[0] for vector in vectors("BatchTokenIDOutSlim")]
@@ -37,7 +37,6 @@ def check_one_each(batch: EngineBatch) -> None:
     if step is None:
         return
     assert [[token] for token in step.tokens] == batch.token_ids
-    assert batch.num_finished == 0
     assert batch.completion_tokens == array("I", step.counts).tolist()
     if step.logprobs is None:
         assert batch.logprobs is None
@@ -48,7 +47,7 @@ def check_one_each(batch: EngineBatch) -> None:
 def test_the_quick_way_repeats_a_step_of_one_token_each() -> None:
     for seed in SEEDS:
         batch = TokenSpeedDecoder().decode([seed])
-        usual = len(unpack(seed)) == 14 and batch.num_finished == 0 and bool(batch.request_ids)
+        usual = len(unpack(seed)) == 14 and bool(batch.request_ids)
         scored = batch.logprobs is None or all(batch.logprobs)
         single = usual and scored and all(len(row) == 1 for row in batch.token_ids)
         assert (batch.one_each is not None) == single
@@ -153,8 +152,8 @@ snippets = st.sampled_from(
 
 
 @st.composite
-def mangled(draw: st.DrawFn) -> bytes:
-    data = draw(batches().map(pack) | st.sampled_from(SEEDS))
+def mangled(draw: st.DrawFn, seed: bytes | None = None) -> bytes:
+    data = seed or draw(batches().map(pack) | st.sampled_from(SEEDS))
     for _ in range(draw(st.integers(1, 3))):
         # Half of the changes go near the end: that is where columns are cut out.
         start = draw(st.integers(0, len(data)) | st.integers(max(0, len(data) - 90), len(data)))
@@ -166,6 +165,19 @@ def mangled(draw: st.DrawFn) -> bytes:
 @settings(max_examples=300)
 @given(st.lists(mangled() | st.sampled_from(SEEDS), min_size=1, max_size=3))
 def test_they_agree_on_mangled_bytes(messages: list[bytes]) -> None:
+    agree(messages)
+
+
+@st.composite
+def after_the_same_rows(draw: st.DrawFn) -> list[bytes]:
+    """A spoilt message of rows that the decoder knows by now, with logprobs."""
+    seed = pack(scored(draw(st.integers(16, 40)), draw(st.integers(0, 2**17))))
+    return [seed, seed, draw(mangled(seed)), seed]
+
+
+@settings(max_examples=300)
+@given(after_the_same_rows())
+def test_they_agree_on_mangled_bytes_after_the_same_rows(messages: list[bytes]) -> None:
     agree(messages)
 
 
@@ -196,6 +208,51 @@ def large(**columns: Any) -> list[Any]:
         "tail": 1,
     }
     return [*{**values, **columns}.values(), 2, 3, 4, 5]
+
+
+def scored(rows: int = 16, token: int = 0) -> list[Any]:
+    tokens = [[(token + row * 77) % 2**17] for row in range(rows)]
+    return large(
+        rids=[f"r{row:020}" for row in range(rows)],
+        tokens=tokens,
+        reasons=[""] * rows,
+        prompt=[5] * rows,
+        completion=[5] * rows,
+        cached=[0] * rows,
+        logprobs=[[-0.25 * row] for row in range(rows)],
+        logprob_ids=tokens,
+    )
+
+
+def test_the_ids_of_logprobs_are_not_taken_for_granted() -> None:
+    usual = scored(40)
+    column = pack(usual[2])
+    start = pack(usual).index(column)
+    assert _twin(pack(usual), start) == (pack(usual).rindex(column), len(column))
+    spoilt = []
+    for row in (0, 20, 39):
+        for item in ([], [1], [1, 2], [None], [True], 7, [2**32], [-1]):
+            values = scored(40)
+            values[8] = list(values[2])
+            values[8][row] = item
+            spoilt.append(values)
+            values = scored(40)
+            values[2] = values[8] = list(values[2])
+            values[2][row] = item
+            spoilt.append(values)
+    short = [*usual[:8], usual[8][:-1], *usual[9:]]
+    shorter = [*usual[:2], usual[2][:-1], *usual[3:8], usual[2][:-1], *usual[9:]]
+    swapped = [*usual[:7], usual[8], usual[7], *usual[9:]]
+    longer = [*usual[:9], usual[8], *usual[9:]]
+    before = [*usual[:3], usual[8], *usual[4:]]
+    for values in (*spoilt, short, shorter, swapped, longer, before):
+        assert values != usual
+        first, second, _ = agree([pack(usual), pack(usual), pack(values)])
+        assert first is not None
+        assert first == second
+    with_text = scored(40)
+    with_text[9] = pack(usual[8])  # as bytes of one value, where the index should be
+    assert agree([pack(usual), pack(usual), pack(with_text)])[-1] is None
 
 
 EMPTY = pack([[]] * 16) * 2

@@ -44,6 +44,7 @@ def test_captured_batches_are_read(vector: dict[str, Any]) -> None:
         token_ids=fields["output_ids"],
         finish_reasons=fields["finished_reasons"],
         num_finished=sum(reason != "" for reason in fields["finished_reasons"]),
+        num_tokens=sum(map(len, fields["output_ids"])),
         completion_tokens=fields["completion_tokens"],
         prompt_tokens=fields["prompt_tokens"],
         cached_tokens=fields["cached_tokens"],

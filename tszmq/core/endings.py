@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 
 from tszmq.core.request import End, Request
 from tszmq.errors import EnginePaused, RequestRejected, TokensLost, TszmqError
@@ -16,6 +16,11 @@ def ending(row: Request, reason: str) -> End:
     """What a terminal row means for its request."""
     if reason == "error" or (reason == "abort" and not row.tokens):
         return End(error=partial(_refusal, row.detail))
+    return _finished(reason)
+
+
+@lru_cache(64)
+def _finished(reason: str) -> End:
     return End(finish_reason=reason)
 
 

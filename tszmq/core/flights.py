@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from itertools import compress, count
 from typing import TypeVar
 
 import attrs
@@ -25,12 +26,13 @@ from tszmq.core.rows import Applied, Rows, only_rows
 from tszmq.errors import (
     TszmqError,
 )
-from tszmq.types import EngineHealth, EngineInfo
+from tszmq.types import EngineHealth, EngineInfo, EngineLoad
 from tszmq.wire.base import EngineBatch
 
 __all__ = ["Applied", "EngineRecord", "Flights"]
 
 _T = TypeVar("_T")
+_FEW = 16  # rows
 
 
 @attrs.define(eq=False)
@@ -80,8 +82,7 @@ class Flights:
         self._epochs = 0
         self._queue: deque[Wakeable] = deque()  # waiting for a place, first come first served
         self._granted: set[Wakeable] = set()  # woken to take one
-        self._rows = Rows([], [])
-        self._hidden = False  # streams among the rows have tokens that were not shown
+        self._rows: dict[int, Rows] = {}  # engine -> its last batch's, all of them placed on it
         self._shown: list[Wakeable] = []  # readers of rows that are remembered no more
 
     # -- engines
@@ -96,6 +97,7 @@ class Flights:
         index = info.engine_index
         self.routing.add_engine(index)
         self.engines[index] = EngineRecord(info, self._epochs, self._wire_ids.new(), now, now)
+        self._rows.setdefault(index, Rows([], []))
         self._find_narrowest()
         return self._epochs
 
@@ -139,7 +141,7 @@ class Flights:
             return None
         self.suspend(index, "dropped")
         record.dropped = True
-        self._rows.spill()
+        self._rows[index].spill()
         dropped = [self.requests[request_id] for request_id in self.routing.drop_engine(index)]
         for request in dropped:
             self._finish(request, end, now)
@@ -224,7 +226,7 @@ class Flights:
             return False
         if request.wire_id not in self.requests:
             return False
-        self._rows.spill()
+        self._rows[request.engine_index].spill()
         self.routing.release(request.engine_index, request.wire_id, len(request.tokens))
         self._finish(request, end, now)
         return True
@@ -250,7 +252,7 @@ class Flights:
             request.publish()
         # No call from here to the end's being set: a signal that comes between must not lose it.
         del self.requests[request.wire_id]
-        self._rows.ids = []  # they hold it: the next batch has other rows
+        self._rows[request.engine_index].ids = []  # they hold it: the next batch has other rows
         request.ended = now
         request.end = end
         group = request.group
@@ -267,20 +269,18 @@ class Flights:
         Raises:
             DecodeError: A token id is not an int in [0, 2**32); nothing was stored.
         """
-        rows = self._rows
-        if not rows.are(batch.request_ids):
-            rows.spill()
-            self._show()
-            known, rows = self._resolve(batch)
+        index = -1 if batch.engine_index is None else batch.engine_index
+        rows = self._rows.get(index)
+        same = rows is not None and rows.are(batch.request_ids)
+        if rows is None or not same:
+            known, rows = self._resolve(batch, rows)
             if not rows.requests:
                 return Applied([], [], self._apply_load(batch, now))
             batch = known
         elif rows.take_step(batch):
-            source = rows.source
-            load = batch.load if batch.engine_index == source else None
-            self.routing.advance(source, load, len(rows.arrays))
-            self.engines[source].last_output = now
-            self._hidden = bool(rows.streams)
+            self.routing.advance(index, batch.load, len(rows.arrays))
+            self.engines[index].last_output = now
+            rows.hidden = rows.nothing_to_do.hidden
             return rows.nothing_to_do
         else:
             rows.spill()
@@ -289,34 +289,50 @@ class Flights:
         rows.store_details(batch)
         ended = self._ends(rows, batch) if batch.num_finished else {}
         counts = batch.completion_tokens
-        gaps: list[int] = []
-        if counts is not None and counts != list(map(len, rows.arrays)):
-            gaps = self._find_gaps(rows, counts, ended)
+        counted = counts is not None and rows.count(batch)
+        gaps = [] if counted or counts is None else self._find_gaps(rows, counts, ended)
         self._commit(rows, batch, ended, now)
         for position in gaps:
             rows.take_back(position, len(batch.token_ids[position]))
-        if not ended:
+        if same and counted:
             rows.open_steps(batch)
         return self._deliver(rows, batch, ended, now)
 
-    def _resolve(self, batch: EngineBatch) -> tuple[EngineBatch, Rows]:
-        """Look the ids up, drop the rows of requests that are not (or no longer) ours."""
+    def _resolve(self, batch: EngineBatch, last: Rows | None) -> tuple[EngineBatch, Rows]:
+        """Whose rows these are; without those of requests that are not (or no longer) ours.
+
+        Args:
+            batch: The batch.
+            last: The rows remembered of the engine that it names.
+        """
+        if last is not None:
+            last.spill()
+            if last.grow(batch.request_ids, self.requests):
+                return batch, last
         found = list(map(self.requests.get, batch.request_ids))
         if None in found:
             batch = only_rows(batch, [i for i, row in enumerate(found) if row is not None])
-        self._rows = Rows(batch.request_ids, [row for row in found if row is not None])
-        return batch, self._rows
+        rows = Rows(batch.request_ids, [row for row in found if row is not None])
+        for index in rows.sources:  # mostly the one that the batch names
+            self._rows[index].disturb()
+        if len(rows.sources) == 1:
+            before = self._rows[rows.source]
+            # The first tokens of a few new requests may come by themselves: keep the others.
+            if not len(rows.ids) < _FEW <= len(before.ids):
+                self._show(before)
+                self._rows[rows.source] = rows
+        return batch, rows
 
     @staticmethod
     def _ends(rows: Rows, batch: EngineBatch) -> dict[int, End]:
         """Row number to how that row's request ended."""
         ends: dict[int, End] = {}
-        for position, reason in enumerate(batch.finish_reasons):
-            if reason:
-                row = rows.requests[position]
-                ends[position] = ending(row, reason)
-                if batch.cached_tokens is not None:
-                    row.cached_tokens = batch.cached_tokens[position]
+        reasons = batch.finish_reasons
+        for position in compress(count(), reasons):
+            row = rows.requests[position]
+            ends[position] = ending(row, reasons[position])
+            if batch.cached_tokens is not None:
+                row.cached_tokens = batch.cached_tokens[position]
         return ends
 
     @staticmethod
@@ -332,34 +348,42 @@ class Flights:
     def _commit(self, rows: Rows, batch: EngineBatch, ended: dict[int, End], now: float) -> None:
         """Load and releases in one step. The rows tell whose batch it is: ids are secret to the
         engine that got them, while old senders name no engine and a broken one the wrong one."""
-        requests, source = rows.requests, rows.source
-        for index in rows.sources:
-            token_ids = batch.token_ids
-            if len(rows.sources) > 1:  # a broken sender: every engine's figures stay its own
-                pairs = zip(requests, token_ids, strict=True)
-                token_ids = [ids for row, ids in pairs if row.engine_index == index]
-            ending = [requests[i] for i in ended if requests[i].engine_index == index]
-            self.routing.commit(
-                index,
-                batch.load if index == source == batch.engine_index else None,
-                self._started(rows, index, now),
-                len(token_ids) if batch.one_each is not None else sum(map(len, token_ids)),
-                [(row.wire_id, len(row.tokens)) for row in ending],
-            )
+        source = rows.source
+        load = batch.load if source == batch.engine_index else None
+        started = rows.start(now)
+        finished = [rows.requests[position] for position in ended]
+        if len(rows.sources) == 1:
+            generated = batch.num_tokens
+            if generated is None:
+                generated = sum(map(len, batch.token_ids))
+            self._commit_to(source, load, started, generated, finished)
+        else:  # a broken sender: every engine's figures stay its own
+            for index in rows.sources:
+                mine = [i for i, row in enumerate(rows.requests) if row.engine_index == index]
+                self._commit_to(
+                    index,
+                    load if index == source else None,
+                    [row for row in started if row.engine_index == index],
+                    sum(len(batch.token_ids[i]) for i in mine),
+                    [row for row in finished if row.engine_index == index],
+                )
         self.engines[source].last_output = now
 
-    def _started(self, rows: Rows, source: int, now: float) -> list[str]:
-        """Those whose first token this batch brings."""
-        unstarted = self.routing.unstarted(source)
-        if not unstarted:
-            return []
-        started = []
-        for request_id in unstarted.keys() & rows.ids:
-            request = self.requests[request_id]
-            if request.tokens:
-                request.first = now
-                started.append(request_id)
-        return started
+    def _commit_to(
+        self,
+        index: int,
+        load: EngineLoad | None,
+        started: list[Request],
+        generated: int,
+        finished: list[Request],
+    ) -> None:
+        self.routing.commit(
+            index,
+            load,
+            [row.wire_id for row in started],
+            generated,
+            [(row.wire_id, len(row.tokens)) for row in finished],
+        )
 
     def _deliver(
         self, rows: Rows, batch: EngineBatch, ended: dict[int, End], now: float
@@ -368,10 +392,11 @@ class Flights:
         wakes: list[Wakeable] = []
         owed: list[Request] = []
         requests = rows.requests
-        self._hidden = bool(rows.streams)
+        rows.hidden = hidden = bool(rows.streams)
         if rows.streams and batch.cached_tokens is not None:
             for position in rows.streams:
                 requests[position].cached_tokens = batch.cached_tokens[position]
+        ids = rows.ids
         for position, end in ended.items():
             row = requests[position]
             if row.end is None:
@@ -382,7 +407,10 @@ class Flights:
                     wakes.append(row.gate)
         if ended:
             wakes += self.grant()
-        return Applied(wakes, owed, rows.source, self._hidden)
+            rows.drop(ended, ids)
+        if self._rows.get(rows.source) is not rows:
+            self._show(rows)
+        return Applied(wakes, owed, rows.source, hidden)
 
     def reveal(self) -> list[Wakeable]:
         """Show readers what was stored since the last call. Returns whom to wake for it.
@@ -390,15 +418,17 @@ class Flights:
         Once for as many batches as are ready: a reader that is woken for each token costs more
         than everything else together.
         """
-        self._rows.spill()
-        self._show()
+        for rows in self._rows.values():
+            if rows.hidden:
+                rows.spill()
+                self._show(rows)
         shown, self._shown = self._shown, []
         return shown
 
-    def _show(self) -> None:
-        if self._hidden:
-            self._hidden = False
-            self._shown += self._rows.publish()
+    def _show(self, rows: Rows) -> None:
+        if rows.hidden:
+            rows.hidden = False
+            self._shown += rows.publish()
 
     def _apply_load(self, batch: EngineBatch, now: float) -> int | None:
         """A batch without a row of ours: believed only from an engine that works for us.

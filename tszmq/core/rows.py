@@ -1,8 +1,9 @@
-"""The rows of the last batch, remembered: an engine's next one mostly has the same.
+"""The rows of an engine's last batch, remembered: its next one mostly has the same.
 
-Two shortcuts rest on that, and each gives what the long way would give:
+Three shortcuts rest on that, and each gives what the long way would give:
 
 * While the ids stay the same, no id is looked up again.
+* Requests that end leave the rows, and new ones join them at the end: only those are looked up.
 * While every row brings exactly one token and nothing ends, a batch is
   appended whole to one array (``_run``) and dealt out to its requests later, with one strided
   copy a request, when somebody needs them. That each count has grown by exactly one is checked
@@ -16,7 +17,8 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from math import nan
 from operator import attrgetter, length_hint
 from typing import Any, TypeVar
@@ -36,8 +38,24 @@ _SPILL_STEPS = 64  # bounds how long a spill takes
 
 
 def _long(counts: bytes) -> int:
-    """32-bit counts side by side, as one integer."""
-    return int.from_bytes(counts, sys.byteorder)
+    """Counts of 32 bits, side by side as in an array, as one integer: the first is lowest."""
+    if sys.byteorder == "big":
+        swapped = array("I", counts)
+        swapped.byteswap()
+        counts = swapped.tobytes()
+    return int.from_bytes(counts, "little")
+
+
+def _without(lengths: int, position: int) -> int:
+    """The same with one count less."""
+    below = 32 * position
+    return lengths >> below + 32 << below | lengths & (1 << below) - 1
+
+
+@lru_cache(256)
+def _ones(rows: int) -> int:
+    """One more for each."""
+    return _long(array("I", [1]).tobytes() * rows)
 
 
 @attrs.frozen(eq=False)
@@ -79,88 +97,171 @@ class Rows:
     Attributes:
         arrays: Their tokens, beside them.
         streams: Positions of those that somebody reads along.
+        unstarted: Those that have had no token.
         sources: The engines they were placed on; more than one from a broken sender only.
         source: The engine of the first.
-        nothing_to_do: What the second shortcut comes to.
+        hidden: Streams among them have tokens that were not shown.
+        nothing_to_do: What the third shortcut comes to.
     """
 
     __slots__ = (
-        "_expected",
-        "_ones",
+        "_distinct",
+        "_lengths",
+        "_open",
         "_run",
         "_scored",
         "_scores",
         "arrays",
+        "hidden",
         "ids",
         "nothing_to_do",
         "requests",
         "source",
         "sources",
         "streams",
+        "unstarted",
     )
 
     def __init__(self, ids: list[str], requests: list[Request]) -> None:
         self.ids = ids
         self.requests = requests
         self.arrays = [request.tokens for request in requests]
-        self.streams = [i for i, request in enumerate(requests) if request.streaming]
+        self.unstarted = [request for request in requests if request.first is None]
         self.sources = set(map(_engine_of, requests))
         self.source = requests[0].engine_index if requests else -1
-        self.nothing_to_do = Applied((), (), self.source, bool(self.streams))
-        self._scored = [i for i, request in enumerate(requests) if request.logprobs is not None]
+        self.hidden = False
+        self._distinct = set(ids)
+        self._find_readers()
         self._run = array("I")
         self._scores = array("d")  # the logprobs beside them
-        self._expected: int | None = None  # the rows' counts, while the second shortcut is open
-        self._ones = 0
+        self._lengths: int | None = None  # tokens of each row, what waits in _run included
+        self._open = False  # the third shortcut
+
+    def _find_readers(self) -> None:
+        """Which rows are streams, and which have logprobs."""
+        requests = self.requests
+        self.streams = [i for i, request in enumerate(requests) if request.streaming]
+        self._scored = [i for i, request in enumerate(requests) if request.logprobs is not None]
+        self.nothing_to_do = Applied((), (), self.source, bool(self.streams))
+
+    # -- which rows
 
     def are(self, ids: list[str]) -> bool:
         """Whether a batch with these ids has just these rows."""
         mine = self.ids
-        return bool(mine) and (ids is mine or ids == mine)
+        if ids is mine:
+            return bool(mine)
+        if ids != mine or not mine:
+            return False
+        self.ids = ids  # the decoder gives the same list again
+        return True
 
-    def forget(self) -> None:
-        """A row has ended: the next batch has other rows."""
-        self.ids = []
-        self._expected = None
+    def grow(self, ids: list[str], known: Mapping[str, Request]) -> bool:
+        """Take in the rows that a batch has after these, none of which has tokens to be dealt out.
+
+        Returns:
+            False, having done nothing, when the batch's rows are others.
+        """
+        count = len(self.ids)
+        if not 0 < count < len(ids) or ids[:count] != self.ids or not self._are_distinct():
+            return False
+        new = ids[count:]
+        joined = [known[wire_id] for wire_id in new if wire_id in known]
+        if len(joined) != len(new) or len(set(new)) != len(new):
+            return False
+        if not self._distinct.isdisjoint(new) or set(map(_engine_of, joined)) != self.sources:
+            return False
+        self.ids = ids
+        self._distinct.update(new)
+        self.requests += joined
+        self.arrays += [request.tokens for request in joined]
+        self.unstarted += [request for request in joined if request.first is None]
+        self._open = False
+        if self._lengths is not None:
+            for position, tokens in enumerate(self.arrays[count:], count):
+                self._lengths |= len(tokens) << 32 * position
+        for request in joined:
+            if request.streaming or request.logprobs is not None:
+                self._find_readers()
+                break
+        return True
+
+    def drop(self, ended: Iterable[int], ids: list[str]) -> None:
+        """Those rows have ended; the next batch may well have the others.
+
+        Args:
+            ended: Their positions.
+            ids: Of all the rows, as they were.
+        """
+        self._open = False
+        if not self._are_distinct() or len(self.sources) != 1:
+            return  # they stay forgotten
+        left = list(ids)
+        for position in sorted(ended, reverse=True):
+            self._distinct.discard(left.pop(position))
+            del self.requests[position], self.arrays[position]
+            if self._lengths is not None:
+                self._lengths = _without(self._lengths, position)
+        if self.streams or self._scored:
+            self._find_readers()
+        self.ids = left
+
+    def _are_distinct(self) -> bool:
+        return len(self._distinct) == len(self.requests)
+
+    def disturb(self) -> None:
+        """A batch with other rows brings tokens for some of these."""
+        self.spill()
+        self._open = False
+        self._lengths = None
+
+    def start(self, now: float) -> list[Request]:
+        """Those whose first token has come with this batch."""
+        if not self.unstarted:
+            return []
+        started = [request for request in self.unstarted if request.tokens]
+        for request in started:
+            request.first = now
+        self.unstarted = [request for request in self.unstarted if not request.tokens]
+        return started
 
     # -- one token each
 
     def take_step(self, batch: EngineBatch) -> bool:
-        """The second shortcut; False when the batch has to go the long way.
+        """The third shortcut; False when the batch has to go the long way.
 
         Args:
             batch: One with these rows.
         """
         step = batch.one_each
-        if self._expected is None or step is None or batch.details:
+        if not self._open or step is None or batch.num_finished or batch.details:
             return False
-        expected = self._expected + self._ones
-        if _long(step.counts) != expected:
+        assert self._lengths is not None
+        lengths = self._lengths + _ones(len(step.tokens))
+        if _long(step.counts) != lengths:
             return False
         if self._scored:
             if step.logprobs is None:
                 return False
             self._scores.extend(step.logprobs)
-        self._expected = expected
+        self._lengths = lengths
         self._run.extend(step.tokens)
         if len(self._run) >= _SPILL_STEPS * len(step.tokens):
             self.spill()
         return True
 
     def open_steps(self, batch: EngineBatch) -> None:
-        """Offer the second shortcut to the next batch, after one that went the long way."""
-        self._expected = None
-        if batch.one_each is None or len(self.sources) != 1:
-            return
-        if len(self._scored) not in (0, len(self.arrays)) or len(set(self.ids)) != len(self.ids):
-            return
-        counts = batch.one_each.counts
-        if counts == array("I", map(len, self.arrays)).tobytes():
-            self._expected = _long(counts)
-            self._ones = _long(array("I", [1]).tobytes() * len(self.arrays))
+        """Offer the third shortcut to the next batch, after one that went the long way, had the
+        rows of the one before and counted what has come."""
+        self._open = (
+            batch.one_each is not None
+            and self._lengths is not None
+            and self._are_distinct()
+            and len(self._scored) in (0, len(self.arrays))
+        )
 
     def spill(self) -> None:
-        """Deal out what the second shortcut kept together."""
+        """Deal out what the third shortcut kept together."""
         if not self._run:
             return
         count = len(self.arrays)
@@ -207,8 +308,23 @@ class Rows:
             for tokens, ids in zip(self.arrays[:stored], token_ids, strict=False):
                 if ids:
                     del tokens[-len(ids) :]
-            self.forget()
+            self.ids = []
             raise DecodeError(f"a token id is not an int in [0, 2**32): {error!s:.80}") from None
+
+    def count(self, batch: EngineBatch) -> bool:
+        """Whether the batch, which has been stored, counts for each row what has come for it."""
+        step, lengths = batch.one_each, self._lengths
+        self._lengths = None
+        if step is not None and lengths is not None:
+            lengths += _ones(len(step.tokens))
+            if _long(step.counts) == lengths:
+                self._lengths = lengths
+                return True
+        if batch.completion_tokens != list(map(len, self.arrays)):
+            return False
+        if step is not None:
+            self._lengths = _long(step.counts)
+        return True
 
     def take_back(self, position: int, count: int) -> None:
         """Remove a row's last tokens, which nobody was shown: they came after a gap."""
@@ -258,9 +374,11 @@ def only_rows(batch: EngineBatch, keep: list[int]) -> EngineBatch:
         token_ids=pick(batch.token_ids),
         finish_reasons=reasons,
         num_finished=len(reasons) - reasons.count(RUNNING),
+        num_tokens=None,
         completion_tokens=pick_optional(batch.completion_tokens),
         prompt_tokens=pick_optional(batch.prompt_tokens),
         cached_tokens=pick_optional(batch.cached_tokens),
         logprobs=pick_optional(batch.logprobs),
+        one_each=None,
         details=details and {at: details[i] for at, i in enumerate(keep) if i in details},
     )

@@ -38,7 +38,9 @@ from tszmq.wire.base import (
 __all__ = ["Blame", "Halt", "Joined", "OutputClosed", "Retire", "run_receiver"]
 
 
-_DRAIN_BATCHES = 32  # messages handled before those who wait are woken
+_DRAIN_BATCHES = 32  # messages handled before those who wait are woken, if as many are ready
+_WAKES_A_BATCH = 2  # and one for so many: a thread takes about as long to wake as half a message
+_WAKES_AT_ONCE = 16  # threads: every one that waits for the interpreter slows the others down
 _DRAIN_SECONDS = 0.3  # how long a dead engine's last messages are looked for
 _UNREADABLE_IN_A_ROW = 3
 _MAX_FRAMES = 4096
@@ -108,6 +110,7 @@ class _Receiver:
         self._shared = shared
         self._decoder: BatchDecoder = shared.protocol.decoder()
         self._wakes: list[Wakeable] = []
+        self._patience = _DRAIN_BATCHES  # messages
         self._dead: list[Retire] = []
         self._halted = False
         self._hidden = False  # somebody reads along and has not been shown what came
@@ -133,7 +136,7 @@ class _Receiver:
         socket, limit = self._socket, time.monotonic() + _DRAIN_SECONDS
         taken = 0
         while socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator,arg-type]
-            if taken >= _DRAIN_BATCHES:
+            if taken >= self._patience:
                 if not self._dead or time.monotonic() > limit:
                     break
                 self._wake()
@@ -151,8 +154,12 @@ class _Receiver:
             self._hidden = False
             with self._shared.state as flights:
                 self._wakes += flights.reveal()
-        wake_all(self._wakes)
-        self._wakes = []
+        wakes, self._wakes = self._wakes, []
+        self._patience = max(_DRAIN_BATCHES, len(wakes) // _WAKES_A_BATCH)
+        for start in range(0, len(wakes), _WAKES_AT_ONCE):
+            if start:
+                time.sleep(0)  # lets them have the interpreter
+            wake_all(wakes[start : start + _WAKES_AT_ONCE])
 
     def _take(self, frame: Any) -> None:
         data = frame.bytes

@@ -76,7 +76,7 @@ class UtilityResult:
 
 @attrs.define(eq=False, slots=True)
 class OneEach:
-    """A batch in which every row has exactly one new token and no request ends.
+    """A batch in which every row has exactly one new token.
 
     Attributes:
         tokens: ``array("I")``, one a row.
@@ -103,12 +103,13 @@ class EngineBatch:
         token_ids: New token ids, one list a row.
         finish_reasons: ``RUNNING`` or why the request ended, one a row.
         num_finished: How many rows end their request.
+        num_tokens: New tokens of all rows together; None where a decoder has not counted them.
         completion_tokens: Tokens generated so far, one a row; None where the wire has none.
         prompt_tokens, cached_tokens: One a row, or None where the wire has none.
         logprobs: A list of floats a row (empty or as long as its ``token_ids``), or None when
             no row has any.
-        one_each: Where every row has one new token and none ends, the same again in a form that
-            can be stored at once. None where not so, or where a decoder does not bother.
+        one_each: Where every row has one new token, the same again in a form that can be stored
+            at once. None where not so, or where a decoder does not bother.
         load: The engine's load, or None when the message carries none.
         details: Row number to what else that row carries.
         signals: Protocol events that are not rows: ``WaveComplete``, ``StartWave``,
@@ -120,6 +121,7 @@ class EngineBatch:
     token_ids: list[list[int]]
     finish_reasons: list[str]
     num_finished: int = 0
+    num_tokens: int | None = None
     completion_tokens: list[int] | None = None
     prompt_tokens: list[int] | None = None
     cached_tokens: list[int] | None = None

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from itertools import chain
+from functools import lru_cache
+from itertools import chain, compress, count
 from operator import countOf
 from typing import Any
+
+import attrs
 
 from tszmq.codec import HOLE, PLACEHOLDER, pack, unpack_pieces
 from tszmq.errors import DecodeError
@@ -23,9 +26,15 @@ __all__ = ["TokenSpeedDecoder"]
 
 _HEAD = b"\x9e\xb3" + TAG.encode()  # an array of 14, the tag
 _LARGE_HEADER = b"\xdc"  # of an array of 16 items or more; two bytes for their number follow
+_ELEMENTS = 14
+_LARGE = 16  # rows
+_IDS = len(_HEAD) + 3  # where the first id is, in a large batch
+_KEY = 34  # bytes of the first id, which tell engines apart
+_FIRST_ID = slice(_IDS, _IDS + _KEY)
+_MOST_KNOWN = 32
+_PROBE = 60  # bytes of a column that it is looked for by
 _MAX_TAIL = 5 * 9  # five integers at their widest
-_FALSE = b"\xc2"
-_TRUE = b"\xc3"
+_BOOLS = b"\xc2\xc3"
 # What the steps below raise on a message that is not the usual one.
 _UNUSUAL = (DecodeError, TypeError, ValueError, OverflowError, AttributeError)
 
@@ -33,18 +42,17 @@ _UNUSUAL = (DecodeError, TypeError, ValueError, OverflowError, AttributeError)
 class TokenSpeedDecoder:
     """Reads output messages; for one thread.
 
-    Remembers the ids of the last large batch: an engine's batch mostly has the same rows as the
-    one before, and then its ``request_ids`` is the same list object.
+    Remembers the rows of large batches: an engine's batch mostly starts with the rows of its
+    one before that have not ended. The strings in its ``request_ids`` are the same objects then,
+    and when nothing changed the list is.
     """
 
-    __slots__ = ("_empty", "_head", "_header", "_load", "_rids", "_tail", "_text")
+    __slots__ = ("_empty", "_header", "_known", "_load", "_tail")
 
     def __init__(self) -> None:
         self._header = b""  # of the arrays of the last large batch
         self._empty = b""  # both of its logprob columns, when nobody asked for logprobs
-        self._rids: list[str] = []  # its ids
-        self._text = 0  # characters in them
-        self._head = b""  # its tag and ids, when the batch before had the same
+        self._known: dict[bytes, _Known] = {}  # by the start of their ids
         self._tail: list[int] = []  # engine index and load of the last usual batch
         self._load: EngineLoad | None = None
 
@@ -68,12 +76,13 @@ class TokenSpeedDecoder:
         if not data.startswith(_HEAD):
             return None
         large = data.startswith(_LARGE_HEADER, len(_HEAD))
-        values, scored = self._unpack_large(data) if large else _unpack_small(data)
+        values, scored, known = self._unpack_large(data) if large else _unpack_small(data)
         _, rids, tokens, reasons, prompt, completion, cached, logprobs, logprob_ids, *tail = values
         if not type(rids) is type(tokens) is type(reasons) is list:
             return None
         rows = len(rids)
-        text = self._text if rids is self._rids else len("".join(rids))  # join proves str
+        # join proves str
+        start = _IDS + (len(known.ids) if known else len("".join(rids)))
         num_finished = rows - reasons.count(RUNNING)
         if num_finished:
             "".join(reasons)
@@ -84,11 +93,10 @@ class TokenSpeedDecoder:
             return None
         numbers = _integers(values)
         floats = _floats(logprobs, logprob_ids, tokens) if scored else None
-        start = len(_HEAD) + rows + text
         if not _without_bools(data, start, numbers, floats, rows if large else 0):
             return None
         if large:
-            rids = self._remembered(rids, text)
+            self._remember(known, rids, reasons, num_finished)
         if tail != self._tail:
             self._tail, self._load = tail, engine_load(*tail[1:])
         return EngineBatch(
@@ -97,57 +105,153 @@ class TokenSpeedDecoder:
             tokens,
             reasons,
             num_finished,
+            len(numbers) - 3 * rows - len(tail),
             completion,
             prompt,
             cached,
             logprobs if scored else None,
-            None if num_finished else _one_each(numbers, tokens, floats),
+            _one_each(numbers, tokens, floats),
             self._load,
         )
 
-    def _unpack_large(self, data: bytes) -> tuple[list[Any], bool]:
-        """The values of a batch of 16 rows or more, and whether any row has logprobs.
+    def _unpack_large(self, data: bytes) -> tuple[list[Any], bool, _Known | None]:
+        """The values of a batch of 16 rows or more, whether any row has logprobs, and the rows
+        whose ids its own start with.
 
         Empty logprob columns are cut out before decoding: they hold two lists a row, more than
-        all the rest, and enough of them start a garbage collection in every message. The ids
-        are cut out as well when they are those of the last message.
+        all the rest, and enough of them start a garbage collection in every message. Known ids
+        are cut out as well, and so are the ids of logprobs where they are the tokens again.
         """
-        header = data[len(_HEAD) : len(_HEAD) + 3]
+        header = data[len(_HEAD) : _IDS]
+        rows = int.from_bytes(header[1:], "big")
         if header != self._header:
             self._header = header
-            self._empty = (header + b"\x90" * int.from_bytes(header[1:], "big")) * 2
+            self._empty = (header + b"\x90" * rows) * 2
         empty = len(self._empty)
         cut = data.find(self._empty, max(0, len(data) - empty - _MAX_TAIL))
         end = cut if cut >= 0 else len(data)
-        head = len(self._head)
-        known_ids = 0 < head <= end and data.startswith(self._head)
-        pieces = (_HEAD, HOLE, data[head:end]) if known_ids else (data[:end],)
+        known = self._known.get(data[_FIRST_ID])
+        if known and (len(known.rids) > rows or not data.startswith(known.ids, _IDS)):
+            known = None
+        new = rows - len(known.rids) if known else 0
+        start, pieces = 0, [data[:end]]
+        if known:
+            start = _IDS + len(known.ids)
+            pieces = [_head(_ELEMENTS + new), HOLE, data[start:end]]
+        twin = _twin(data, start) if known and cut < 0 and not new else None
         if cut >= 0:
-            pieces = (*pieces, HOLE, HOLE, data[cut + empty :])
+            pieces += [HOLE, HOLE, data[cut + empty :]]
+        elif twin is not None:
+            at, size = twin
+            end = start + size
+            pieces = [_head(_ELEMENTS + 1), HOLE, data[start:end]]
+            pieces += [HOLE, data[end:at], HOLE, data[at + size :]]
         values: list[Any] = unpack_pieces(pieces)
-        if known_ids:
-            values[1] = self._rids
-        if cut >= 0 and (values[7] != PLACEHOLDER or values[8] != PLACEHOLDER):
+        if twin is not None and values.pop(3) != PLACEHOLDER:
             raise DecodeError("the bytes that were cut out were something else")
-        return values, cut < 0
+        if known:
+            joined = values[2 : 2 + new]
+            "".join(joined)
+            values[1 : 2 + new] = [known.rids + joined if new else known.rids]
+        if (cut >= 0 and values[7] != PLACEHOLDER) or (
+            end < len(data) and values[8] != PLACEHOLDER
+        ):
+            raise DecodeError("the bytes that were cut out were something else")
+        if twin is not None:
+            values[8] = values[2]
+        return values, cut < 0, known
 
-    def _remembered(self, rids: list[str], text: int) -> list[str]:
-        """The last batch's list when the ids are the same."""
-        if rids is self._rids:
-            return rids
-        if rids == self._rids:
-            self._head = _HEAD + pack(rids)
-            return self._rids
-        self._rids, self._text, self._head = rids, text, b""
-        return rids
+    def _remember(
+        self, known: _Known | None, rids: list[str], reasons: list[str], num_finished: int
+    ) -> None:
+        """The ids that the next batch is likely to start with: those of this one that go on."""
+        if known is None:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            known = _Known.of(rids)
+            self._known[known.ids[:_KEY]] = known
+        elif rids is not known.rids:
+            known.join(rids, rids[len(known.rids) :])
+        if num_finished:
+            self._known.pop(known.ids[:_KEY], None)
+            if known.drop(list(compress(count(), reasons))):
+                self._known[known.ids[:_KEY]] = known
 
 
-def _unpack_small(data: bytes) -> tuple[list[Any], bool]:
+@attrs.define(eq=False, slots=True)
+class _Known:
+    """The ids of rows.
+
+    Attributes:
+        rids: As values.
+        ids: As they are on the wire.
+        size: Bytes of each there; 0 when they differ.
+    """
+
+    rids: list[str]
+    ids: bytes
+    size: int
+
+    @classmethod
+    def of(cls, rids: list[str]) -> _Known:
+        """Of a large batch."""
+        ids = pack(rids)[3:]
+        size = len(pack(rids[0]))
+        # Characters are bytes where there are no more of these.
+        same = set(map(len, rids)) == {len(rids[0])} and len(ids) == size * len(rids)
+        return cls(rids, ids, size if same else 0)
+
+    def join(self, rids: list[str], joined: list[str]) -> None:
+        """The rows are these, the last of which have joined."""
+        ids = list(map(pack, joined))
+        if set(map(len, ids)) != {self.size}:
+            self.size = 0
+        self.ids += b"".join(ids)
+        self.rids = rids
+
+    def drop(self, ended: list[int]) -> bool:
+        """Leave those rows out; False when that cannot be done, or leaves no large batch."""
+        size = self.size
+        if not size or len(self.rids) - len(ended) < _LARGE:
+            return False
+        rids, ids = list(self.rids), bytearray(self.ids)
+        for row in reversed(ended):
+            del rids[row], ids[row * size : (row + 1) * size]
+        self.rids, self.ids = rids, bytes(ids)
+        return True
+
+
+@lru_cache(64)
+def _head(elements: int) -> bytes:
+    """The start of a message of so many elements, up to its ids."""
+    return b"\xdc" + elements.to_bytes(2, "big") + _HEAD[1:]
+
+
+def _twin(data: bytes, start: int) -> tuple[int, int] | None:
+    """Where the column at ``start`` stands again, before the tail, and its size.
+
+    The ids of logprobs are those of the tokens. That the bytes are the same is compared here;
+    that they are one column each has to be seen from where the decoder finds what is around.
+    """
+    at = data.rfind(data[start : start + _PROBE])
+    short, long = max(0, len(data) - at - _MAX_TAIL), len(data) - at
+    while short < long:  # the longest common start: an array follows the one, an int the other
+        middle = (short + long + 1) // 2
+        if data.startswith(data[at : at + middle], start):
+            short = middle
+        else:
+            long = middle - 1
+    if at < start + short or not data.startswith(data[at : at + short], start):
+        return None
+    return at, short
+
+
+def _unpack_small(data: bytes) -> tuple[list[Any], bool, None]:
     """The values of a batch of fewer than 16 rows, and whether any row has logprobs."""
-    values: list[Any] = unpack_pieces((data,))
+    values: list[Any] = unpack_pieces([data])
     # Not compared with one another: two hostile ones may be nested too deeply for that.
     empty: list[Any] = [[]] * len(values[1])
-    return values, not (values[7] == empty and values[8] == empty)
+    return values, not (values[7] == empty and values[8] == empty), None
 
 
 def _integers(values: list[Any]) -> array[int]:
@@ -172,7 +276,9 @@ def _floats(logprobs: Any, logprob_ids: Any, tokens: list[list[int]]) -> array[f
         ValueError: Not every row has as many as tokens, or the ids beside them are others.
     """
     floats = array("d")
-    if not type(logprobs) is type(logprob_ids) is list or logprob_ids != tokens:
+    if not type(logprobs) is type(logprob_ids) is list or (
+        logprob_ids is not tokens and logprob_ids != tokens
+    ):
         raise ValueError("logprobs are not for these tokens")
     any(map(floats.fromlist, logprobs))
     if list(map(len, logprobs)) != list(map(len, tokens)) or countOf(
@@ -198,7 +304,7 @@ def _without_bools(
         floats: The logprobs, whose column of ids repeats the tokens; or None.
         header_count: Rows, where the columns' headers have two bytes for it.
     """
-    suspects = data.count(_FALSE, start) + data.count(_TRUE, start)
+    suspects = _suspects_in(data[start:])
     if not suspects:
         return True
     found = _suspects_in(numbers.tobytes()) + 7 * _suspects_in(header_count.to_bytes(2, "big"))
@@ -208,7 +314,7 @@ def _without_bools(
 
 
 def _suspects_in(data: bytes) -> int:
-    return data.count(_FALSE) + data.count(_TRUE)
+    return len(data) - len(data.translate(None, _BOOLS))
 
 
 def _one_each(

@@ -62,7 +62,8 @@ def read_batch(data: bytes) -> EngineBatch:
     rids, tokens, reasons, prompt, completion, cached, logprobs, logprob_ids = columns
     _require_type(str, rids, "rids")
     _require_type(list, tokens, "output_ids")
-    _require_counts(_joined(tokens), "output_ids")
+    new_tokens = _joined(tokens)
+    _require_counts(new_tokens, "output_ids")
     _require_type(str, reasons, "finished_reasons")
     _require_counts(prompt, "prompt_tokens")
     _require_counts(completion, "completion_tokens")
@@ -73,6 +74,7 @@ def read_batch(data: bytes) -> EngineBatch:
         token_ids=tokens,
         finish_reasons=reasons,
         num_finished=len(reasons) - reasons.count(RUNNING),
+        num_tokens=len(new_tokens),
         completion_tokens=completion,
         prompt_tokens=prompt,
         cached_tokens=cached,
