@@ -78,14 +78,17 @@ class Place:
             **columns,
         )
 
-    def step(self, *rows: tuple[Any, int], counts: list[int], **columns: Any) -> EngineBatch:
-        """A batch of (request or id, its one new token), in the form that is stored at once."""
+    def step(self, *rows: tuple[Any, ...], counts: list[int], **columns: Any) -> EngineBatch:
+        """A batch of (request or id, its one new token[, finish reason]), in the form that is
+        stored at once."""
         logprobs = columns.get("logprobs")
         batch = self.batch(
-            *[(row, [token]) for row, token in rows], completion_tokens=counts, **columns
+            *[(row, [token], *reason) for row, token, *reason in rows],
+            completion_tokens=counts,
+            **columns,
         )
         batch.one_each = OneEach(
-            array("I", [token for _, token in rows]),
+            array("I", [row[1] for row in rows]),
             array("I", counts).tobytes(),
             None if logprobs is None else array("d", [value for [value] in logprobs]),
         )
@@ -93,9 +96,14 @@ class Place:
 
     def tokens_of(self, request: Request) -> list[int]:
         """What came for it so far."""
+        self.deal_out()
+        return request.tokens.tolist()
+
+    def deal_out(self) -> None:
+        """Tokens that are kept together go to their requests."""
+        self.flights.reveal()
         for rows in self.flights._rows.values():
             rows.spill()
-        return request.tokens.tolist()
 
     def apply(self, *rows: tuple[Any, ...], now: float = 2.0, **columns: Any):
         """Apply one batch of such rows and show readers what it brought, as the receiver does
@@ -105,7 +113,7 @@ class Place:
 
     def check(self) -> None:
         """Requests and places agree, and every sum is what the requests say."""
-        self.flights.reveal()
+        self.deal_out()
         routing = self.flights.routing
         placed = [(i, each) for i in routing.indices() for each in routing.inflight_ids(i)]
         assert sorted(placed) == sorted(

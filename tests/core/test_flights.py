@@ -6,6 +6,7 @@ import math
 from array import array
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import attrs
 import pytest
@@ -632,6 +633,16 @@ def test_a_step_that_counts_too_much_ends_the_request(row):
     place.check()
 
 
+def test_a_request_that_is_named_twice_ends_once_and_for_all():
+    place = Place()
+    a, b = place.admit(), place.admit()
+    place.apply((a, [1]), (b, [1]), (a, [2], "stop"))
+    place.apply((a, [3]), (b, [2]))
+    assert place.tokens_of(a) == [1, 2]
+    assert place.tokens_of(b) == [1, 2]
+    place.check()
+
+
 def test_steps_that_name_a_request_twice_keep_its_tokens_in_order():
     place = Place()
     a, b = place.admit(), place.admit()
@@ -771,10 +782,12 @@ class Expected:
     cached: int = 0
     stop_reason: object = None
     end: str | None = None
+    first: float | None = None
 
     def check(self) -> None:
         """What the request holds is that; call it after the tokens were dealt out."""
         request = self.request
+        assert request.first == self.first
         assert request.tokens.tolist() == self.tokens
         assert outcome(request) == self.end
         assert request.cached_tokens == self.cached
@@ -785,7 +798,12 @@ class Expected:
             assert list(map(repr, request.logprobs)) == list(map(repr, self.logprobs))  # nan too
 
 
-def apply_naively(expected: dict[str, Expected], batch: Any) -> None:
+def now_of(expected: dict[str, Expected]) -> float:
+    """Another time after each token."""
+    return 2.0 + sum(len(each.tokens) for each in expected.values())
+
+
+def apply_naively(expected: dict[str, Expected], batch: Any, now: float) -> None:
     """All or nothing; then tokens, then ends, each row on its own."""
     rows = list(enumerate(batch.request_ids))
     known = [(i, expected[each]) for i, each in rows if expected[each].end is None]
@@ -795,6 +813,8 @@ def apply_naively(expected: dict[str, Expected], batch: Any) -> None:
                 raise DecodeError("bad")
     for i, each in known:
         each.tokens += batch.token_ids[i]
+        if each.tokens and each.first is None:
+            each.first = now
         values = batch.logprobs and batch.logprobs[i]
         each.logprobs += values or [math.nan] * len(batch.token_ids[i])
         if batch.details and i in batch.details:
@@ -829,88 +849,124 @@ def outcome(request: Request) -> str | None:
 
 
 TOKENS = st.integers(0, (1 << 32) - 1)
-STEPS = st.lists(
+CHANGES = ("admit", "admit", "remove", "return", "double", "turn", "withdraw", "other", "nothing")
+ROUNDS = st.lists(
     st.tuples(
-        st.sampled_from(
-            ["steps", "steps", "repeat", "admit", "withdraw", "remove", "return", "double", "look"]
-        ),
+        st.sampled_from(CHANGES),
         st.integers(0, 9),
+        st.sampled_from(["steps", "steps", "steps", "any", "alone", "claim", "look", "none"]),
     ),
-    min_size=1,
-    max_size=15,
+    min_size=5,
+    max_size=30,
 )
 
 
 @settings(
-    max_examples=100,
+    max_examples=250,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
 )
-@given(kinds=st.sampled_from([(0,), (1,), (2,), (0, 1, 2)]), steps=STEPS, data=st.data())
-def test_apply_agrees_with_the_row_by_row_reading(kinds, steps, data):
-    """Batches mostly repeat the ids of the last, as engines do: remembered rows are used, and
-    must be forgotten at each end, withdrawal and bad batch."""
-    place = Place(1)
+@given(kinds=st.sampled_from([(0,), (1,), (2,), (0, 1, 2)]), rounds=ROUNDS, data=st.data())
+@mock.patch("tszmq.core.flights._FEW", 2)
+def test_apply_agrees_with_the_row_by_row_reading(kinds, rounds, data):
+    """Batches mostly repeat the ids of their engine's last, as engines do, less those that have
+    ended, and with new ones after them: remembered rows are used, and must be forgotten when
+    others come. Two engines; a broken sender names the wrong one, or mixes them."""
+    place = Place(2)
     expected: dict[str, Expected] = {}
-    ids: list[str] = []  # the ids of the next batch
-    for step, number in [("admit", 0), ("admit", 1), *steps, ("look", 0)]:
-        if step == "admit":
-            kind = kinds[number % len(kinds)]
-            request = place.admit(streaming=kind == 1, logprobs=kind > 0)
-            expected[request.wire_id] = Expected(request)
-            ids = [*ids, request.wire_id]
-        elif step == "withdraw":
-            wire_id = list(expected)[number % len(expected)]
-            each = expected[wire_id]
+    queues: list[list[str]] = [[], []]  # the ids of each engine's next batch
+    engine = 0
+    start = [("admit", kind, "none") for kind in range(3)]
+    for change, number, bring in [*start, *rounds, ("nothing", 0, "look")]:
+        if change == "other":
+            engine = 1 - engine
+        elif change == "withdraw":
+            each = list(expected.values())[number % len(expected)]
             assert place.flights.withdraw(each.request, ABORTED, 1.0) is (each.end is None)
             each.end = each.end or "abort"
-        elif step == "remove" and ids:
-            ids = [each for i, each in enumerate(ids) if i != number % len(ids)]
-        elif step in ("return", "double"):
-            ids = [*ids, list(expected)[number % len(expected)]]
-        elif step == "look":
+        elif change == "admit":
+            kind = kinds[number % len(kinds)]
+            request = place.admit(engine, streaming=kind == 1, logprobs=kind > 0)
+            expected[request.wire_id] = Expected(request)
+            queues[engine].append(request.wire_id)
+        queues[engine] = ids = changed(queues[engine], change, number, expected)
+        if bring == "look":
             place.check()
             for each in expected.values():
                 each.check()
-        if step == "steps" and ids:
-            for _ in range(number):
-                step_both(place, expected, ids, data)
-        else:
-            apply_both(place, expected, ids, data)
+        elif bring == "any":
+            apply_both(place, expected, ids, data, engine)
+        elif bring == "claim":
+            apply_both(place, expected, ids, data, (1 - engine, 7, None)[number % 3])
+        elif bring == "alone" and ids:
+            step_both(place, expected, ids[-1:], data, engine)
+        elif bring == "steps" and ids:
+            for _ in range(1 + number % 4):
+                step_both(place, expected, ids, data, engine)
         # No need to look for these: they are right at any moment.
         alive = [each for each in expected.values() if each.end is None]
         assert set(place.flights.requests.values()) == {each.request for each in alive}
-        assert place.flights.routing.view(0) == (
-            len(alive),
-            sum(3 for each in alive if not each.tokens),
-            sum(3 + len(each.tokens) for each in alive if each.tokens),
-        )
+        for index in (0, 1):
+            mine = [each for each in alive if each.request.engine_index == index]
+            assert place.flights.routing.view(index) == (
+                len(mine),
+                sum(3 for each in mine if not each.tokens),
+                sum(3 + len(each.tokens) for each in mine if each.tokens),
+            )
+
+
+def changed(ids: list[str], change: str, number: int, expected: dict[str, Expected]) -> list[str]:
+    """The ids of an engine's next batch."""
+    if change == "remove":
+        return [each for i, each in enumerate(ids) if i != number % len(ids)]
+    if change == "turn":
+        return [*ids[1:], *ids[:1]]
+    if change in ("return", "double"):
+        return [*ids, list(expected)[number % len(expected)]]
+    if number == 9:
+        return list(ids)  # late rows of requests that have ended
+    return [each for each in dict.fromkeys(ids) if expected[each].end is None]
 
 
 def step_both(
-    place: Place, expected: dict[str, Expected], ids: list[str], data: st.DataObject
+    place: Place,
+    expected: dict[str, Expected],
+    ids: list[str],
+    data: st.DataObject,
+    engine: int | None,
 ) -> None:
-    """One token a row, mostly with the right counts and sometimes with one too many."""
+    """One token a row, mostly with the right counts and sometimes with one too many; some end."""
     tokens = [data.draw(TOKENS) for _ in ids]
+    reasons = [""] * len(ids)
+    if data.draw(st.integers(0, 7)) == 7:
+        reasons[data.draw(st.integers(0, len(ids) - 1))] = "stop"
     counts = [len(expected[each].tokens) + 1 for each in ids]
-    if len(set(ids)) == len(ids) and data.draw(st.integers(0, 15)) == 0:
+    if len(set(ids)) == len(ids) and data.draw(st.integers(0, 15)) == 15:
         counts[data.draw(st.integers(0, len(ids) - 1))] += 1
-    some = data.draw(st.booleans())
+    some = data.draw(st.integers(0, 7)) < 7
     batch = place.step(
-        *zip(list(ids), tokens, strict=True),
+        *zip(list(ids), tokens, reasons, strict=True),
         counts=counts,
+        engine=engine,
         cached_tokens=[5] * len(ids),
         logprobs=[[float(token)] for token in tokens] if some else None,
         load=load(1),
-        details={0: RowDetail(stop_reason=tokens[0])} if data.draw(st.booleans()) else None,
+        details={0: RowDetail(stop_reason=tokens[0])}
+        if data.draw(st.integers(0, 7)) == 7
+        else None,
     )
-    apply_naively(expected, batch)
-    place.flights.apply(batch, 2.0)
+    now = now_of(expected)
+    apply_naively(expected, batch, now)
+    place.flights.apply(batch, now)
 
 
 def apply_both(
-    place: Place, expected: dict[str, Expected], ids: list[str], data: st.DataObject
+    place: Place,
+    expected: dict[str, Expected],
+    ids: list[str],
+    data: st.DataObject,
+    engine: int | None,
 ) -> None:
     """Any batch at all: several tokens or none, ends, a bad token, a count that is too high."""
     tokens: list[list[Any]] = [data.draw(st.lists(TOKENS, max_size=2)) for _ in ids]
@@ -924,18 +980,20 @@ def apply_both(
     batch = place.batch(
         *zip(list(ids), tokens, reasons, strict=True),
         completion_tokens=counts,
+        engine=engine,
         cached_tokens=[len(each) for each in tokens],
         logprobs=[[float(len(tokens))] * len(each) for each in tokens],
         load=load(1),
     )
+    now = now_of(expected)
     try:
-        apply_naively(expected, batch)
+        apply_naively(expected, batch, now)
     except DecodeError:
         place.check()
         before = snapshot(place)
         with pytest.raises(DecodeError):
-            place.flights.apply(batch, 2.0)
+            place.flights.apply(batch, now)
         assert snapshot(place) == before
     else:
-        place.flights.apply(batch, 2.0)
+        place.flights.apply(batch, now)
         place.flights.reveal()

@@ -225,7 +225,8 @@ BY_TESTS = [
         (
             Patch(
                 "core/flights.py",
-                "        self._rows.ids = []  # they hold it: the next batch has other rows\n",
+                "        self._rows[request.engine_index].ids = []"
+                "  # they hold it: the next batch has other rows\n",
                 "",
             ),
         ),

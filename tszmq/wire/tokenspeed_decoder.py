@@ -30,7 +30,8 @@ _ELEMENTS = 14
 _LARGE = 16  # rows
 _IDS = len(_HEAD) + 3  # where the first id is, in a large batch
 _KEY = 34  # bytes of the first id, which tell engines apart
-_FIRST_ID = slice(_IDS, _IDS + _KEY)
+_FIRST_ID_END = _IDS + _KEY
+_TWO_HOLES = HOLE * 2
 _MOST_KNOWN = 32
 _PROBE = 60  # bytes of a column that it is looked for by
 _MAX_TAIL = 5 * 9  # five integers at their widest
@@ -47,10 +48,11 @@ class TokenSpeedDecoder:
     and when nothing changed the list is.
     """
 
-    __slots__ = ("_empty", "_header", "_known", "_load", "_tail")
+    __slots__ = ("_empty", "_header", "_known", "_load", "_rows", "_tail")
 
     def __init__(self) -> None:
-        self._header = b""  # of the arrays of the last large batch
+        self._header = b"\0"  # of the arrays of the last large batch
+        self._rows = 0  # how many it had
         self._empty = b""  # both of its logprob columns, when nobody asked for logprobs
         self._known: dict[bytes, _Known] = {}  # by the start of their ids
         self._tail: list[int] = []  # engine index and load of the last usual batch
@@ -81,8 +83,8 @@ class TokenSpeedDecoder:
         if not type(rids) is type(tokens) is type(reasons) is list:
             return None
         rows = len(rids)
-        # join proves str
-        start = _IDS + (len(known.ids) if known else len("".join(rids)))
+        text = None if known else len("".join(rids))  # join proves str
+        start = _IDS + len(known.ids) if known else len(_HEAD) + rows + (text or 0)
         num_finished = rows - reasons.count(RUNNING)
         if num_finished:
             "".join(reasons)
@@ -122,43 +124,22 @@ class TokenSpeedDecoder:
         all the rest, and enough of them start a garbage collection in every message. Known ids
         are cut out as well, and so are the ids of logprobs where they are the tokens again.
         """
-        header = data[len(_HEAD) : _IDS]
-        rows = int.from_bytes(header[1:], "big")
-        if header != self._header:
-            self._header = header
-            self._empty = (header + b"\x90" * rows) * 2
-        empty = len(self._empty)
-        cut = data.find(self._empty, max(0, len(data) - empty - _MAX_TAIL))
+        if not data.startswith(self._header, len(_HEAD)):
+            self._header = header = data[len(_HEAD) : _IDS]
+            self._rows = int.from_bytes(header[1:], "big")
+            self._empty = (header + b"\x90" * self._rows) * 2
+        empty = self._empty
+        cut = data.find(empty, max(0, len(data) - len(empty) - _MAX_TAIL))
         end = cut if cut >= 0 else len(data)
-        known = self._known.get(data[_FIRST_ID])
-        if known and (len(known.rids) > rows or not data.startswith(known.ids, _IDS)):
+        last = _TWO_HOLES + data[cut + len(empty) :] if cut >= 0 else b""
+        known = self._known.get(data[_IDS:_FIRST_ID_END])
+        if known and data.startswith(known.ids, _IDS) and len(known.rids) <= self._rows:
+            values = _unpack_known(data, known, self._rows - len(known.rids), end, last)
+        else:
             known = None
-        new = rows - len(known.rids) if known else 0
-        start, pieces = 0, [data[:end]]
-        if known:
-            start = _IDS + len(known.ids)
-            pieces = [_head(_ELEMENTS + new), HOLE, data[start:end]]
-        twin = _twin(data, start) if known and cut < 0 and not new else None
-        if cut >= 0:
-            pieces += [HOLE, HOLE, data[cut + empty :]]
-        elif twin is not None:
-            at, size = twin
-            end = start + size
-            pieces = [_head(_ELEMENTS + 1), HOLE, data[start:end]]
-            pieces += [HOLE, data[end:at], HOLE, data[at + size :]]
-        values: list[Any] = unpack_pieces(pieces)
-        if twin is not None and values.pop(3) != PLACEHOLDER:
+            values = unpack_pieces((data[:end], last))
+        if last and (values[7] != PLACEHOLDER or values[8] != PLACEHOLDER):
             raise DecodeError("the bytes that were cut out were something else")
-        if known:
-            joined = values[2 : 2 + new]
-            "".join(joined)
-            values[1 : 2 + new] = [known.rids + joined if new else known.rids]
-        if (cut >= 0 and values[7] != PLACEHOLDER) or (
-            end < len(data) and values[8] != PLACEHOLDER
-        ):
-            raise DecodeError("the bytes that were cut out were something else")
-        if twin is not None:
-            values[8] = values[2]
         return values, cut < 0, known
 
     def _remember(
@@ -225,6 +206,39 @@ class _Known:
 def _head(elements: int) -> bytes:
     """The start of a message of so many elements, up to its ids."""
     return b"\xdc" + elements.to_bytes(2, "big") + _HEAD[1:]
+
+
+def _unpack_known(data: bytes, known: _Known, new: int, end: int, last: bytes) -> list[Any]:
+    """The values of a batch that starts with known rows.
+
+    Args:
+        data: The message.
+        known: The rows.
+        new: How many rows it has after them.
+        end: Where ``last`` takes over.
+        last: What else is to be decoded; empty when the batch may have logprobs.
+    """
+    start = _IDS + len(known.ids)
+    if new:
+        values: list[Any] = unpack_pieces((_head(_ELEMENTS + new), HOLE, data[start:end], last))
+        joined = values[2 : 2 + new]
+        "".join(joined)  # proves str
+        values[1 : 2 + new] = [known.rids + joined]
+        return values
+    twin = None if last else _twin(data, start)
+    if twin is None:
+        values = unpack_pieces((_HEAD, HOLE, data[start:end], last))
+    else:
+        at, size = twin
+        stop = start + size
+        # One hole more, after the tokens: it shows that they are one column.
+        pieces = (data[start:stop], HOLE, data[stop:at], HOLE, data[at + size :])
+        values = unpack_pieces((_head(_ELEMENTS + 1), HOLE, *pieces))
+        if values.pop(3) != PLACEHOLDER or values[8] != PLACEHOLDER:
+            raise DecodeError("the bytes that were cut out were something else")
+        values[8] = values[2]
+    values[1] = known.rids
+    return values
 
 
 def _twin(data: bytes, start: int) -> tuple[int, int] | None:
