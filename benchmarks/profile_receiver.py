@@ -40,7 +40,7 @@ ROWS = 256
 
 def state_of(load: Load, streaming: bool) -> Mutex[Flights]:
     """The client's state with every request in flight, each with a gate of its own."""
-    flights = Flights(WireIds(load.rids[0][:16]))
+    flights = Flights(WireIds(next(iter(load.rids))[:16]))
     flights.register(INFO, 0.0)
     for rid in load.rids:
         gate = Gate()
@@ -70,7 +70,7 @@ def applied(load: Load, streaming: bool, *, wake: bool = False) -> float:
     """With the lock and ``Flights.apply``."""
     decode, state = TokenSpeedDecoder().decode, state_of(load, streaming)
     with state as flights:
-        last = flights.requests[load.rids[-1]]
+        last = flights.requests[list(load.rids)[-1]]
 
     def run() -> None:
         for message in load.messages:

@@ -544,8 +544,9 @@ def test_a_wait_for_a_lock_can_be_interrupted(debug):
 # --- the collector inside a guarded block --------------------------------------------------------
 
 COLLECT = """
-import faulthandler, gc, sys, time
+import faulthandler, gc, sys
 import tszmq
+from tests.mock_engine import eventually
 
 faulthandler.dump_traceback_later(20, exit=True)
 unraisable = []
@@ -594,15 +595,10 @@ for case in sys.argv[1:]:
         assert gc.collect(), case
         assert flights.requests, case  # nothing is torn out of the block's hands
     gc.enable()
-    deadline = time.monotonic() + 6
-    while client.inflight(0):
-        assert time.monotonic() < deadline, f"{case}: not aborted"
-        time.sleep(0.002)
+    eventually(lambda: client.inflight(0) == 0, what=f"{case}: not aborted")
     assert not unraisable, (case, unraisable)
     if case == "closes client":
-        while client.is_alive:
-            assert time.monotonic() < deadline, "not closed"
-            time.sleep(0.002)
+        eventually(lambda: not client.is_alive, what="not closed")
     else:
         assert client.generate([5]).token_ids, case
 client.close()

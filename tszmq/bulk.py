@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from tszmq.checks import shown
 from tszmq.core.request import ABORTED, Group, Request
 from tszmq.errors import ClientClosed, DeadlineExceeded, ForkedClient, InvalidRequest, TszmqError
 from tszmq.net.control import deadline_end
 from tszmq.net.gate import Gate
-from tszmq.net.mailbox import Add, Settle
-from tszmq.net.submit import admit, give_up, withdraw_all
+from tszmq.net.mailbox import Add, Do, Settle
+from tszmq.net.submit import admit, expire_at, give_up, withdraw_all
 from tszmq.ownership import holds_a_lock
 from tszmq.prepare import check_timeout
 from tszmq.progress import PROGRESS_SECONDS, meter
@@ -107,7 +108,7 @@ class _Batch:
         chunks: bool = False,
     ) -> None:
         if errors not in ("raise", "return"):
-            raise InvalidRequest(f"errors must be 'raise' or 'return', got {errors!r:.80}")
+            raise InvalidRequest(f"errors must be 'raise' or 'return', got {shown(errors)}")
         if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
             raise TypeError(f"prompts must be an iterable of prompts, got {type(prompts).__name__}")
         client._session.check_process()
@@ -133,6 +134,7 @@ class _Batch:
         self._unfinished: dict[int, Request] = {}
         self._settled: deque[tuple[int, Any]] = deque()  # ended, not handed out
         self._held: tuple[Request, list[bytes]] | None = None  # prepared, no place yet
+        self._queued = False  # the ticket may be in the queue, or granted a place
         self._exhausted = False
         self._pulled = 0
         self._done = 0
@@ -166,7 +168,9 @@ class _Batch:
                 return
             if self._held is None and not self._pull():
                 return
-            if self._held is not None and not self._place(*self._held):
+            # A refused one is told first: there may be no end of them, and they take no place.
+            # A late one is not sent: the caller's iterators take the time they take.
+            if self._held is None or self._is_late() or not self._place(*self._held):
                 return
 
     def _pull(self) -> bool:
@@ -204,6 +208,7 @@ class _Batch:
         """Send the prepared request; False when the client has no place for it now."""
         # Listed first: whatever interrupts the next lines, the request is aborted.
         self._unfinished[request.position] = request
+        self._queued = True
         try:
             placed = admit(self._session, request, None, self._ticket)
         except TszmqError as error:
@@ -211,7 +216,11 @@ class _Batch:
             self._fail(request.position, error)
         else:
             if placed:
+                self._queued = False
                 self._session.shared.mailbox.post(Add(request, frames))
+                if self._deadline is not None and self._timeout is not None:
+                    # This thread may be in the caller's code by then.
+                    expire_at(self._session, request, self._deadline, self._timeout)
         if placed:
             self._held = None
         if request.engine_index < 0:
@@ -324,17 +333,24 @@ class _Batch:
         withdraw_all(self._session, list(self._unfinished.values()), ABORTED)
         self._unfinished.clear()
         give_up(self._session, self._ticket)
+        self._queued = False
 
     def __del__(self) -> None:
         # A signal may cut off even the lines above.
-        unfinished = getattr(self, "_unfinished", None)
-        if unfinished and not self._session.is_foreign():
-            self._session.shared.mailbox.post(Settle(list(unfinished.values()), ABORTED))
+        unfinished, queued = getattr(self, "_unfinished", None), getattr(self, "_queued", False)
+        if not (unfinished or queued) or self._session.is_foreign():
+            return
+        mailbox = self._session.shared.mailbox
+        if unfinished:
+            mailbox.post(Settle(list(unfinished.values()), ABORTED))
+        if queued:
+            mailbox.post(Do(partial(give_up, self._session, self._ticket)))
 
     def _leave_queue(self) -> None:
         """The caller's code runs next, for as long as it likes: hold up nobody's turn."""
-        if self._held is not None:
+        if self._queued:
             give_up(self._session, self._ticket)
+            self._queued = False
             self._ticket.woken = False
 
     def _report(self, *, last: bool = False) -> None:
@@ -396,9 +412,9 @@ def _window(client: Client, max_inflight: object) -> int:
     """How many requests the call keeps in flight."""
     if max_inflight is not None:
         if isinstance(max_inflight, bool) or not isinstance(max_inflight, int):
-            raise TypeError(f"max_inflight must be an int or None, got {max_inflight!r}")
+            raise TypeError(f"max_inflight must be an int or None, got {shown(max_inflight)}")
         if max_inflight < 1:
-            raise InvalidRequest(f"max_inflight must be at least 1, got {max_inflight}")
+            raise InvalidRequest(f"max_inflight must be at least 1, got {shown(max_inflight)}")
         return max_inflight
     # Twice what the engines run, so that their queues never run dry.
     running = sum(info.max_num_seqs for info in client.engines if info.alive)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tszmq.checks import shown
 from tszmq.core.calls import Call
 from tszmq.errors import DeadlineExceeded, EngineDead, InvalidRank, RequestRejected
 from tszmq.net import mailbox as mail
@@ -74,7 +75,7 @@ class EngineCalls:
         if engine_index is not None and (
             isinstance(engine_index, bool) or not isinstance(engine_index, int)
         ):
-            raise TypeError(f"engine_index must be an int or None, got {engine_index!r}")
+            raise TypeError(f"engine_index must be an int or None, got {shown(engine_index)}")
         with self._session.shared.state as flights:
             if flights.closed is not None:
                 raise flights.closed()
@@ -90,7 +91,7 @@ class EngineCalls:
             return calls
         if engine_index is not None and engine_index not in known:
             raise InvalidRank(
-                f"no engine has the index {engine_index}; there are "
+                f"no engine has the index {shown(engine_index)}; there are "
                 f"{', '.join(map(str, known)) or 'none'}"
             )
         who = "every engine is" if engine_index is None else f"engine {engine_index} is"

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+from array import array
 from collections.abc import Iterable, Mapping, Set
+from itertools import islice
+from operator import countOf
 from typing import Any, cast
 
 import attrs
@@ -18,6 +22,7 @@ from tszmq.errors import InvalidRequest
 MAX_TOKEN_ID = 2**31 - 1  # token ids are int32 inside the engines
 _MAX_COUNT = 2**31 - 1  # so are lengths and ranks
 MAX_SEED = 2**63 - 1  # the engines keep seeds as int64
+MAX_TOKENS = 2**24  # in one sequence, where no engine says less: a bound for what is copied
 _SHOWN_CHARS = 60
 
 
@@ -164,18 +169,19 @@ def extra_map(value: Mapping[str, Any] | None) -> dict[str, Any]:
     return dict(value)
 
 
-def token_id_list(ids: object, *, what: str = "token ids") -> list[int]:
+def token_id_list(ids: object, *, what: str = "token ids", at_most: int = MAX_TOKENS) -> list[int]:
     """A caller's token ids as a fresh list of plain ints.
 
     Args:
         ids: Any sequence or array-like of integers, one-dimensional.
         what: What the error messages call it.
+        at_most: How many there may be; more are refused before they are copied.
 
     Raises:
         TypeError: Not a sequence of integers (bools, floats, text and nesting included).
-        InvalidRequest: Empty, or an id out of [0, 2**31).
+        InvalidRequest: Empty, too many, or an id out of [0, 2**31).
     """
-    tokens = _token_ids(ids, what)
+    tokens = _token_ids(ids, what, at_most)
     if not tokens:
         raise InvalidRequest(f"{what} must not be empty")
     return tokens
@@ -184,13 +190,15 @@ def token_id_list(ids: object, *, what: str = "token ids") -> list[int]:
 _NOT_SEQUENCES = (str, bytes, bytearray, memoryview, Mapping, Set)
 
 
-def _token_ids(ids: object, what: str) -> list[int]:
+def _token_ids(ids: object, what: str, at_most: int = MAX_TOKENS) -> list[int]:
     """As ``token_id_list``, but may be empty."""
     tolist = getattr(ids, "tolist", None)
     items: Any = ids
     if isinstance(ids, _NOT_SEQUENCES):
         items = None
     elif callable(tolist):
+        _check_shape(ids, what)
+        _check_length(ids, what, at_most)
         items = tolist()
         if not isinstance(items, list):
             raise TypeError(f"{what} must be one-dimensional, got a single value: {shown(items)}")
@@ -199,7 +207,12 @@ def _token_ids(ids: object, what: str) -> list[int]:
         raise TypeError(
             f"{what} must be a sequence of ints such as a list, got {type(ids).__name__}"
         )
-    tokens = list(items)
+    _check_length(items, what, at_most)
+    # Of another's type, no more than that: its length need not be true.
+    tokens = list(items if type(items) in _HONEST else islice(items, at_most + 1))
+    _check_length(tokens, what, at_most)
+    if countOf(map(type, tokens), int) == len(tokens) and _fit(tokens):
+        return tokens
     if tokens and set(map(type, tokens)) != {int}:
         tokens = [_token_id(token, position, what) for position, token in enumerate(tokens)]
     low, high = min(tokens, default=0), max(tokens, default=0)
@@ -210,6 +223,39 @@ def _token_ids(ids: object, what: str) -> list[int]:
             f"at position {tokens.index(wrong)}"
         )
     return tokens
+
+
+_HONEST = (list, tuple, range)
+_HIGHEST_BYTE = slice(3 if sys.byteorder == "little" else 0, None, 4)
+
+
+def _fit(tokens: list[int]) -> bool:
+    """Whether all are in [0, 2**31), by passes of C code: in 32 bits, the highest of them 0."""
+    try:
+        return array("I", tokens).tobytes()[_HIGHEST_BYTE].isascii()
+    except OverflowError:
+        return False
+
+
+def _check_shape(ids: object, what: str) -> None:
+    """An array of few rows can have any number of items."""
+    dimensions = getattr(ids, "ndim", 1)
+    if isinstance(dimensions, int) and dimensions > 1:
+        raise TypeError(f"{what} must be one-dimensional, got {dimensions} dimensions")
+
+
+def _check_length(ids: Any, what: str, at_most: int) -> None:
+    """Before anything is copied: a range takes no memory, the list of its items may take all."""
+    try:
+        length = len(ids)
+    except TypeError:  # an array of no dimension, or one that does not say
+        return
+    except OverflowError:
+        raise InvalidRequest(
+            f"the length of {what} must be at most {at_most}, got more than {sys.maxsize}"
+        ) from None
+    if length > at_most:
+        raise InvalidRequest(f"the length of {what} must be at most {at_most}, got {length}")
 
 
 def _token_id(token: object, position: int, what: str) -> int:

@@ -160,7 +160,8 @@ class Client(EngineCalls):
 
     Raises:
         HandshakeTimeout: Not every engine came in time; everything is released.
-        ConnectError: An address cannot be bound, or an engine failed to start.
+        ConnectError: An address cannot be bound, a thread not be started, or an engine failed to
+            start.
         InvalidRequest, TypeError: An argument cannot be served.
     """
 
@@ -258,7 +259,7 @@ class Client(EngineCalls):
             send_timeout=_check_limit(send_timeout, "send_timeout") or 10.0,
             parallel_config=dict(parallel_config or {}),
         )
-        check_timeout(connect_timeout, "connect_timeout")
+        connect_timeout = check_timeout(connect_timeout, "connect_timeout")
         session = Session(
             checked,
             find_protocol(protocol, eos_token_id=eos_token_id, model=model),
@@ -511,7 +512,7 @@ class Client(EngineCalls):
             indices = sorted(flights.engines)
         if engine_index not in indices:
             raise InvalidRank(
-                f"no engine has the index {engine_index}; there are "
+                f"no engine has the index {shown(engine_index)}; there are "
                 f"{', '.join(map(str, indices)) or 'none'}"
             )
         return state
@@ -564,6 +565,7 @@ def _check_count(value: object, what: str, most: int | None) -> None:
 def _check_limit(value: float | None, what: str) -> float | None:
     if value is None:
         return None
-    if check_timeout(value, what) == 0 or math.isinf(value):
-        raise InvalidRequest(f"{what} must be positive and finite, or None; got {value}")
-    return value
+    seconds = check_timeout(value, what)
+    if seconds == 0 or math.isinf(seconds):
+        raise InvalidRequest(f"{what} must be positive and finite, or None; got {shown(value)}")
+    return seconds

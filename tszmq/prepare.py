@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 
-from tszmq.checks import shown
+from tszmq.checks import MAX_TOKENS, shown
 from tszmq.core.ids import WireIds
 from tszmq.core.request import Group, Request, Wakeable
 from tszmq.errors import InvalidRequest
@@ -15,6 +15,7 @@ from tszmq.wire.base import AddRequest
 
 __all__ = ["Preparer", "check_timeout"]
 
+_MAX_LENGTH = 2**31 - 1  # an engine may say anything
 _DEFAULT_PARAMS = SamplingParams()
 
 
@@ -33,6 +34,11 @@ def check_timeout(timeout: object, what: str) -> float:
     if math.isnan(seconds) or seconds < 0:
         raise InvalidRequest(f"{what} must be at least 0 seconds, got {shown(timeout)}")
     return seconds
+
+
+def _longest(engine: EngineInfo) -> int:
+    """What no prompt may exceed; the protocol's own check is narrower."""
+    return min(engine.max_model_len, _MAX_LENGTH) if engine.max_model_len > 0 else MAX_TOKENS
 
 
 class Preparer:
@@ -76,7 +82,8 @@ class Preparer:
             ClientClosed, ForkedClient.
         """
         now = time.monotonic()
-        tokens = token_id_list(ids, what="the prompt's token ids")
+        engine = self._engine(rank)
+        tokens = token_id_list(ids, what="the prompt's token ids", at_most=_longest(engine))
         if params is None:
             params = _DEFAULT_PARAMS
         if not isinstance(params, SamplingParams):
@@ -87,7 +94,6 @@ class Preparer:
             label = str.__str__(label)  # of a subclass, the plain text: it is compared under a lock
         if priority is not None and (isinstance(priority, bool) or not isinstance(priority, int)):
             raise TypeError(f"priority must be an int, got {shown(priority)}")
-        engine = self._engine(rank)
         protocol = self._shared.protocol
         protocol.check(tokens, params, priority, engine)
         wire_id = self._ids.new()

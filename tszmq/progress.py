@@ -6,6 +6,8 @@ import sys
 import time
 from collections.abc import Callable
 
+from tszmq.checks import shown
+
 __all__ = ["PROGRESS_SECONDS", "Meter", "meter"]
 
 PROGRESS_SECONDS = 0.1
@@ -21,7 +23,7 @@ def meter(progress: object) -> Meter | None:
     if progress is True:
         return _Line()
     if not callable(progress):
-        raise TypeError(f"progress must be True, False or a callable, got {progress!r:.80}")
+        raise TypeError(f"progress must be True, False or a callable, got {shown(progress)}")
     return _Callback(progress)
 
 

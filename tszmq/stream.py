@@ -24,8 +24,8 @@ class RequestStream:
 
     Iterating blocks until there is something. A reader that lags gets one chunk with all that
     came meanwhile; several threads may iterate, and each chunk goes to one of them. Leaving
-    the ``with`` block, ``close()``, dropping the last reference and an exception in ``next()``
-    (Ctrl-C too) abort the request if it is unfinished, once.
+    the ``with`` block, ``close()``, dropping the last reference and an exception such as Ctrl-C
+    in ``next()`` or ``result()`` abort the request if it is unfinished, once.
 
     Any thread may call any method.
     """
@@ -126,7 +126,12 @@ class RequestStream:
         deadline = None
         if timeout is not None:
             deadline = time.monotonic() + check_timeout(timeout, "timeout")
-        if not self._gate.wait(lambda: request.end is not None, deadline):
+        try:
+            ended = self._gate.wait(lambda: request.end is not None, deadline)
+        except BaseException:
+            self.close()
+            raise
+        if not ended:
             raise TimeoutError(f"the request has not finished after {timeout} s; it goes on")
         return request.result()
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 import tszmq
 from tests.client_fixtures import answer_one, inflight, partial_of
-from tests.mock_engine import PATIENCE, eventually, in_thread, predicted, stays_true
+from tests.core.parts import interrupt_everywhere
+from tests.mock_engine import PATIENCE, UNIT, eventually, in_thread, predicted, stays_true
 from tszmq import SamplingParams
+from tszmq.ownership import CHECKED
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -205,6 +209,149 @@ def test_client_bound_holds_for_bulk_calls(client_and_engines):
     assert engine.most_at_once <= 5
 
 
+# --- while the caller's code runs ----------------------------------------------------------
+
+SHARED = ["as_completed", "stream_many", "progress"]
+
+
+def paused(client, engine, kind):
+    """A bulk call at ``max_inflight=2`` that is stopped in its caller's code, with two requests
+    in flight and the next one waiting for a place.
+
+    Returns the ids of the two, and what ends the call early.
+    """
+    prompts = [[n + 1] for n in range(4)]
+    if kind == "progress":
+        reached, leave = threading.Event(), threading.Event()
+
+        def progress(done, total):
+            reached.set()
+            assert leave.wait(PATIENCE)
+            raise ZeroDivisionError("mine")
+
+        def end():
+            leave.set()
+            with pytest.raises(ZeroDivisionError, match="mine"):
+                call.result(PATIENCE)
+
+        call = in_thread(client.generate_many, prompts, progress=progress)
+        adds = engine.recv_adds(2)
+        assert reached.wait(PATIENCE)
+        return adds[0].rid, adds[1].rid, end
+    results = getattr(client, kind)(prompts)
+    first = in_thread(next, results)
+    adds = engine.recv_adds(2)
+    engine.tokens(adds[0].rid, [10], "stop")
+    adds.append(engine.recv_add())
+    assert first.result(PATIENCE)[0] == 0
+    return adds[1].rid, adds[2].rid, results.close
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_a_caller_that_takes_his_time_holds_up_nobody(client_and_engines, kind):
+    """A place that becomes free meanwhile is for whoever asks; no turn is kept for the batch."""
+    client, [engine] = client_and_engines(max_inflight=2)
+    done, running, end = paused(client, engine, kind)
+    engine.tokens(done, [20], "stop")
+    for _ in range(3):
+        answer_one(client, engine)
+    assert inflight(client) == [1]
+    end()
+    assert engine.recv_abort() == [running]
+    assert inflight(client) == [0]
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_ending_early_gives_every_place_back(client_and_engines, kind):
+    """To those who wait for one, too; and what was not sent by then never is."""
+    client, [engine] = client_and_engines(max_inflight=2)
+    *running, end = paused(client, engine, kind)
+    waiting = [in_thread(client.generate, [n]) for n in (50, 51)]
+    eventually(lambda: waiting_for_a_place(client) == 2)
+    end()
+    engine.recv_aborts_of(running)
+    adds = sorted(engine.recv_adds(2), key=lambda add: add.prompt)
+    assert [add.prompt for add in adds] == [[50], [51]]
+    for add in adds:
+        engine.tokens(add.rid, add.prompt, "stop")
+    assert [call.result(PATIENCE).token_ids for call in waiting] == [[50], [51]]
+    engine.expect_nothing()
+    assert (inflight(client), waiting_for_a_place(client)) == ([0], 0)
+
+
+def waiting_for_a_place(client):
+    """How many queue for one, or were granted one that they have not taken."""
+    with client._session.shared.state as flights:
+        return len(flights.everyone_waiting())
+
+
+@pytest.mark.parametrize("kind", ["as_completed", "stream_many"])
+def test_an_expired_batch_keeps_no_turn(client_and_engines, kind):
+    """Its caller is still busy with the first of the errors."""
+    client, [engine] = client_and_engines(max_inflight=1)
+    with client.stream([1]) as holder:
+        rid = engine.recv_add().rid
+        results = getattr(client, kind)([[2], [3]], timeout=0.2 * UNIT, errors="return")
+        index, error = next(results)
+        assert index == 0
+        assert isinstance(error, tszmq.DeadlineExceeded)
+        assert waiting_for_a_place(client) == 0
+        engine.tokens(rid, [5], "stop")
+        assert holder.result(PATIENCE).token_ids == [5]
+        answer_one(client, engine)
+    [(index, error)] = results
+    assert index == 1
+    assert isinstance(error, tszmq.DeadlineExceeded)
+    engine.expect_nothing()
+
+
+@pytest.mark.parametrize("kind", ["as_completed", "stream_many"])
+def test_a_batch_that_found_no_engine_keeps_no_turn(client_and_engines, kind):
+    """The place that the death freed is there for whoever comes once the engine is back."""
+    client, [engine] = client_and_engines(max_inflight=1)
+    results = getattr(client, kind)([[1], [2], [3]], errors="return")
+    first = in_thread(next, results)
+    engine.recv_add()
+    eventually(lambda: waiting_for_a_place(client) == 1)
+    engine.close()
+    _, error = first.result(PATIENCE)
+    assert isinstance(error, tszmq.EngineDead)
+    again = client_and_engines.engine(client.endpoints.handshake, 0).connect()
+    eventually(lambda: client.is_alive)
+    answer_one(client, again)
+    rest = list(itertools.islice(results, 1))
+    assert all(isinstance(error, tszmq.EngineDead) for _, error in rest)
+    results.close()
+    assert waiting_for_a_place(client) == 0
+    answer_one(client, again)
+
+
+@pytest.mark.skipif(CHECKED, reason="checkers of a debug build swallow some of the signals")
+def test_a_turn_survives_a_signal_at_the_end_of_the_batch(client_and_engines):
+    """The second Ctrl-C, in the clean-up after the first."""
+    client, [engine] = client_and_engines(max_inflight=1)
+    with client.stream([1]) as holder:
+        rid = engine.recv_add().rid
+
+        def prepare():
+            batch = tszmq.bulk._Batch(client, [[2]], None, None, None, "raise", False, eager=True)
+            batch._fill()
+            assert waiting_for_a_place(client) == 1
+            kept = [batch]
+
+            def verify():
+                kept.clear()
+                eventually(lambda: waiting_for_a_place(client) == 0)
+
+            # Not the bound method: it would keep the batch.
+            return lambda: kept[0].abort_rest(), verify
+
+        assert interrupt_everywhere(prepare) >= 4
+        engine.tokens(rid, [5], "stop")
+        assert holder.result(PATIENCE).token_ids == [5]
+    answer_one(client, engine)
+
+
 # --- errors --------------------------------------------------------------------------------
 
 
@@ -307,6 +454,87 @@ def test_bad_arguments_are_refused_before_anything_is_sent(client_and_engines, p
     answer_one(client, engine)
 
 
+BAD_BULK: dict[str, tuple[type[Exception], Any, dict[str, Any]]] = {
+    "too few params": (tszmq.InvalidRequest, [[1], [2]], {"sampling_params": [SHORT]}),
+    "params number": (TypeError, [[1]], {"sampling_params": 5}),
+    "params text": (TypeError, [[1]], {"sampling_params": "12"}),
+    "params item": (TypeError, [[1], [2]], {"sampling_params": [SHORT, 5]}),
+    "prompts number": (TypeError, 5, {}),
+    "prompts text": (TypeError, "12", {}),
+    "prompts bytes": (TypeError, b"12", {}),
+    "errors": (tszmq.InvalidRequest, [[1]], {"errors": "ignore"}),
+    "max_inflight zero": (tszmq.InvalidRequest, [[1]], {"max_inflight": 0}),
+    "max_inflight unprintable": (tszmq.InvalidRequest, [[1]], {"max_inflight": -(10**5000)}),
+    "max_inflight bool": (TypeError, [[1]], {"max_inflight": True}),
+    "timeout negative": (tszmq.InvalidRequest, [[1]], {"timeout": -1}),
+    "timeout beyond floats": (tszmq.InvalidRequest, [[1]], {"timeout": -(10**400)}),
+    "timeout unprintable": (tszmq.InvalidRequest, [[1]], {"timeout": -(10**5000)}),
+    "timeout text": (TypeError, [[1]], {"timeout": "1"}),
+    "timeout bool": (TypeError, [[1]], {"timeout": True}),
+}
+
+
+@pytest.mark.parametrize("kind", ["generate_many", "as_completed", "stream_many"])
+def test_bulk_arguments_are_checked_at_the_call(client_and_engines, kind):
+    """Not at the first next(): nothing is pulled, sent or kept."""
+    client, [engine] = client_and_engines(max_inflight=1)
+    for error, prompts, options in BAD_BULK.values():
+        with pytest.raises(error) as caught:
+            getattr(client, kind)(prompts, **options)
+        assert caught.type is error
+        assert len(str(caught.value)) < 300
+    engine.expect_nothing()
+    assert inflight(client) == [0]
+    answer_one(client, engine)
+
+
+class Refusing(Iterator):
+    """Empty prompts, which are refused, and an error once too many of them were pulled."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __next__(self):
+        self.count += 1
+        assert self.count <= 50, "pulled on without handing out what had failed"
+        return []
+
+
+@pytest.mark.parametrize("kind", ["generate_many", "as_completed", "stream_many"])
+def test_a_refused_prompt_is_told_before_the_next_is_pulled(client_and_engines, kind):
+    """However many there are, and however long the next one takes."""
+    client, [engine] = client_and_engines()
+    prompts = Refusing()
+    with pytest.raises(tszmq.InvalidRequest):
+        list(getattr(client, kind)(prompts))
+    assert prompts.count == 1
+    engine.expect_nothing()
+
+
+@pytest.mark.parametrize("kind", ["as_completed", "stream_many"])
+def test_endless_refused_prompts_are_handed_out(client_and_engines, kind):
+    """One by one: an error takes no place, so no bound would ever end the pulling."""
+    client, [engine] = client_and_engines()
+    prompts = Refusing()
+    results = getattr(client, kind)(prompts, errors="return")
+    for number, (index, error) in enumerate(itertools.islice(results, 20)):
+        assert index == number
+        assert isinstance(error, tszmq.InvalidRequest)
+        assert prompts.count == number + 1
+    results.close()
+    engine.expect_nothing()
+
+
+def test_params_of_the_wrong_type_among_good_ones(client_and_engines):
+    """Found out on the way: the error stands in its prompt's place, and only that one is kept
+    from the engine."""
+    client, [engine] = client_and_engines(auto=True)
+    results = client.generate_many(iter([[1], [2], [3]]), iter([SHORT, 5, None]), errors="return")
+    assert type(results[1]) is TypeError
+    assert [len(results[n].token_ids) for n in (0, 2)] == [3, 16]
+    assert [add.prompt for add in engine.served] == [[1], [3]]
+
+
 @pytest.mark.parametrize("count", [2, 4])
 def test_params_that_do_not_match_an_iterator_of_prompts(client_and_engines, count):
     """Found out on the way: an error, not a short or padded result."""
@@ -360,6 +588,62 @@ def test_batch_timeout_in_places(client_and_engines):
     assert inflight(client) == [0]
     engine.recv_aborts_of(add.rid for add in adds[1:])
     engine.expect_nothing(0.1)
+
+
+@pytest.mark.parametrize("slow", ["prompts", "params"])
+@pytest.mark.parametrize("kind", ["generate_many", "as_completed", "stream_many"])
+def test_batch_timeout_holds_while_an_iterator_is_slow(client_and_engines, kind, slow):
+    """What runs is aborted in time, and what comes after the deadline is not sent."""
+    client, [engine] = client_and_engines()
+    leave = threading.Event()
+
+    def each(item, is_slow):
+        for _ in range(2):
+            yield item
+        if is_slow:
+            assert leave.wait(PATIENCE)
+        yield item
+
+    def run():
+        call = getattr(client, kind)
+        items = call(
+            each([1], slow == "prompts"),
+            each(SHORT, slow == "params"),
+            timeout=0.5 * UNIT,
+            errors="return",
+        )
+        return items if kind == "generate_many" else list(items)
+
+    started = time.monotonic()
+    call = in_thread(run)
+    engine.recv_aborts_of(add.rid for add in engine.recv_adds(2))
+    assert time.monotonic() - started >= 0.48 * UNIT
+    assert inflight(client) == [0]
+    leave.set()
+    results = call.result(PATIENCE)
+    if kind != "generate_many":
+        results = [error for _, error in sorted(results)]
+    assert [type(error) for error in results] == [tszmq.DeadlineExceeded] * 3
+    assert [error.partial is None for error in results] == [False, False, True]
+    engine.expect_nothing()
+    answer_one(client, engine)
+
+
+@pytest.mark.parametrize("kind", ["as_completed", "stream_many"])
+def test_batch_timeout_holds_while_nobody_asks(client_and_engines, kind):
+    """The deadline is the requests', not that of whoever iterates."""
+    client, [engine] = client_and_engines()
+    results = getattr(client, kind)([[1], [2]], timeout=UNIT)
+    first = in_thread(next, results)
+    adds = engine.recv_adds(2)
+    engine.tokens(adds[0].rid, [10], "stop")
+    assert first.result(PATIENCE)[0] == 0
+    assert engine.recv_abort() == [adds[1].rid]
+    eventually(lambda: inflight(client) == [0])
+    with pytest.raises(tszmq.DeadlineExceeded):
+        next(results)
+    engine.expect_nothing()
+    answer_one(client, engine)
 
 
 def test_close_during_a_call_fills_the_places(client_and_engines):

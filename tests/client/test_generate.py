@@ -566,6 +566,73 @@ def test_bad_options_are_refused_before_anything_is_sent(shared_client, call, na
     check_no_trace(client, engine)
 
 
+class Unprintable:
+    """Something whose text is an error."""
+
+    def __repr__(self):
+        raise ZeroDivisionError("no text")
+
+
+ODD: dict[str, tuple[type[Exception], object, dict[str, Any]]] = {
+    "priority float": (TypeError, [1], {"priority": 1.5}),
+    "priority bool": (TypeError, [1], {"priority": True}),
+    "priority text": (TypeError, [1], {"priority": "1"}),
+    "priority unprintable": (TypeError, [1], {"priority": Unprintable()}),
+    "rank of numpy": (TypeError, [1], {"data_parallel_rank": np.int64(0)}),
+    "rank unprintable": (TypeError, [1], {"data_parallel_rank": Unprintable()}),
+    "timeout beyond floats": (tszmq.InvalidRequest, [1], {"timeout": -(10**400)}),
+    "timeout unprintable": (TypeError, [1], {"timeout": Unprintable()}),
+    "iterator": (TypeError, iter([1, 2]), {}),
+    "generator": (TypeError, (token for token in [1, 2]), {}),
+    "set": (TypeError, {1, 2}, {}),
+    "keys": (TypeError, {1: 2}.keys(), {}),
+    "memoryview": (TypeError, memoryview(b"12"), {}),
+    "class": (TypeError, list, {}),
+    "unprintable item": (TypeError, [1, Unprintable()], {}),
+    "array of one inside": (TypeError, [np.array([1])], {}),
+    "beyond printing": (tszmq.InvalidRequest, [1, 10**5000], {}),
+}
+
+
+@pytest.mark.parametrize("call", ["generate", "stream"])
+def test_odd_values_are_refused_as_what_they_are(shared_client, call):
+    """The wrong type is a TypeError, a value out of range InvalidRequest; with a short text, and
+    nothing sent."""
+    client, engine = shared_client
+    for name, (error, prompt, options) in ODD.items():
+        with pytest.raises(error) as caught:
+            getattr(client, call)(prompt, **options)
+        assert caught.type is error, name
+        assert len(str(caught.value)) < 300
+    engine.expect_nothing()
+    check_no_trace(client, engine)
+
+
+class Label(str):
+    """Text that cannot be compared."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, other):
+        raise ZeroDivisionError("compared")
+
+    def __str__(self):
+        raise ZeroDivisionError("converted")
+
+
+def test_a_label_of_a_subclass_is_kept_as_its_text(client_and_engines):
+    """Code of the caller's would run wherever labels are compared."""
+    client, [engine] = client_and_engines()
+    call = in_thread(client.generate, [1], request_id=Label("label"))
+    add = engine.recv_add()
+    client.abort("other")
+    engine.tokens(add.rid, [5], "stop")
+    label = call.result(PATIENCE).request_id
+    assert type(label) is str
+    assert label == "label"
+
+
 def test_priority_is_an_unsupported_field(shared_client):
     """This wire has no priority: said, not dropped."""
     client, engine = shared_client

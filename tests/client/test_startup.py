@@ -678,6 +678,23 @@ def test_given_data_sockets_are_used(client_and_engines, short_dir):
     answer_one(client, engine)
 
 
+def test_relative_addresses_are_told_absolute(client_and_engines, short_dir, monkeypatch):
+    """To engines that were started in another directory."""
+    monkeypatch.chdir(short_dir)
+    bound = client_and_engines.bind(Endpoints("ipc://h", "ipc://./i", "ipc://o"))
+    monkeypatch.chdir("/")
+    call = in_thread(bound.connect)
+    engine = client_and_engines.engine(bound.endpoints.handshake).connect()
+    client = call.result(PATIENCE)
+    here = os.path.realpath(short_dir)
+    assert client.endpoints == Endpoints(f"ipc://{here}/h", f"ipc://{here}/i", f"ipc://{here}/o")
+    assert engine.init["addresses"]["inputs"] == [f"ipc://{here}/i"]
+    assert engine.init["addresses"]["outputs"] == [f"ipc://{here}/o"]
+    answer_one(client, engine)
+    client.close()
+    assert os.listdir(short_dir) == []
+
+
 @pytest.mark.parametrize("address", ["tcp://0.0.0.0:*", "tcp://*:*", "tcp://[::]:*"])
 def test_other_hosts_have_to_be_allowed(address):
     """The wire has no authentication: opening it to the network needs to be said."""

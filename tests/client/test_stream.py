@@ -202,6 +202,28 @@ def test_result_timeout_only_stops_waiting(client_and_engines):
         assert stream.result(PATIENCE).token_ids == [5, 6, 7]
 
 
+def test_result_timeouts_that_are_none(client_and_engines):
+    """Refused as what they are; the stream is as before, and its engine hears nothing."""
+    client, [engine] = client_and_engines()
+    with client.stream([1]) as stream:
+        rid = engine.recv_add().rid
+        for error, timeout in (
+            (TypeError, "1"),
+            (TypeError, True),
+            (TypeError, [1]),
+            (tszmq.InvalidRequest, -1),
+            (tszmq.InvalidRequest, math.nan),
+            (tszmq.InvalidRequest, -(10**400)),
+        ):
+            with pytest.raises(error) as caught:
+                stream.result(timeout)
+            assert caught.type is error
+        engine.expect_nothing()
+        assert client.inflight(0) == 1
+        engine.tokens(rid, [5], "stop")
+        assert stream.result(PATIENCE).token_ids == [5]
+
+
 def test_results_of_refused_and_truncated_streams_raise(client_and_engines):
     """Reading and asking for the result tell the same."""
     client, [engine] = client_and_engines()

@@ -183,6 +183,75 @@ def test_a_grant_that_a_signal_cut_off_loses_no_turn():
     assert interrupt_everywhere(prepare) >= 2
 
 
+@pytest.mark.parametrize("free", [1, 2, 3])
+def test_several_grants_that_a_signal_cut_off_wake_everyone_whose_turn_it_is(free):
+    """Whoever settles next names those that were marked and not woken, in no more than the
+    places there are; the others wait on, in their order."""
+
+    def prepare():
+        place, running, waiters = crowded(free)
+        for request in running:
+            place.flights.withdraw(request, ABORTED, 2.0)
+
+        def verify():
+            woken = {*place.flights.grant(), *place.flights.granted()}
+            assert woken == set(waiters[:free])
+            everyone_is_served(place, waiters)
+
+        return place.flights.grant, verify
+
+    assert interrupt_everywhere(prepare) >= 2 * free
+
+
+@pytest.mark.parametrize("leaving", [0, 1, 2, 3])
+def test_giving_up_that_a_signal_cut_off_can_be_repeated(leaving):
+    """Two have their turn and two wait: whoever leaves, nobody else loses his, and the turn of
+    one who had it goes to the first who waits."""
+
+    def prepare():
+        place, running, waiters = crowded(2)
+        for request in running:
+            place.flights.withdraw(request, ABORTED, 2.0)
+        assert place.flights.grant() == waiters[:2]
+        gone, left = waiters[leaving], [*waiters[:leaving], *waiters[leaving + 1 :]]
+
+        def verify():
+            assert set(left) <= set(place.flights.everyone_waiting())
+            woken = {*place.flights.give_up(gone), *place.flights.granted()}
+            assert woken == set(left[:2])
+            assert gone not in place.flights.everyone_waiting()
+            everyone_is_served(place, left)
+
+        return lambda: place.flights.give_up(gone), verify
+
+    assert interrupt_everywhere(prepare) >= 2
+
+
+def crowded(bound):
+    """A full place of that bound, what runs in it, and four who wait."""
+    place = Place(max_inflight=bound)
+    running = [place.admit() for _ in range(bound)]
+    waiters = [Waiter() for _ in range(4)]
+    for waiter in waiters:
+        assert not place.flights.admit(place.request(), None, 1.0, waiter)
+    return place, running, waiters
+
+
+def everyone_is_served(place, waiters):
+    """One after the other, with nothing running at first; then every place is free again."""
+    for waiter in waiters:
+        assert waiter in place.flights.granted()
+        request = place.request()
+        assert place.flights.admit(request, None, 3.0, waiter)
+        place.flights.withdraw(request, ABORTED, 4.0)
+        place.flights.grant()
+    assert place.flights.everyone_waiting() == []
+    assert place.flights.max_inflight is not None
+    for _ in range(place.flights.max_inflight):
+        place.admit()
+    place.check()
+
+
 # --- batches ---------------------------------------------------------------------------------
 
 

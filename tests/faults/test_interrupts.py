@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 import threading
@@ -11,6 +12,7 @@ import pytest
 
 import tszmq
 from tests.client_fixtures import answer_one, inflight
+from tests.core.parts import interrupt_everywhere
 from tests.mock_engine import PATIENCE, eventually, in_thread, predicted
 from tszmq import SamplingParams
 
@@ -86,6 +88,27 @@ def test_ctrl_c_in_next_aborts_though_the_stream_is_kept(client_and_engines):
     [rid] = engine.requests
     assert engine.recv_abort() == [rid]
     assert inflight(client) == [0]
+    stream.close()
+    engine.expect_nothing(0.1)
+    answer_one(client, engine)
+
+
+@pytest.mark.parametrize("timeout", [None, 30])
+def test_ctrl_c_in_result_aborts_though_the_stream_is_kept(client_and_engines, timeout):
+    """As in every blocking call; only its timeout leaves the request alone."""
+    client, [engine] = client_and_engines()
+    stream = client.stream([1])
+
+    def when():
+        engine.tokens(engine.recv_add().rid, [5])
+        answer_one(client, engine)
+
+    interrupted(lambda: stream.result(timeout), when)
+    [rid, _] = engine.requests
+    assert engine.recv_abort() == [rid]
+    assert inflight(client) == [0]
+    done = stream.result(0)
+    assert (done.token_ids, done.finish_reason) == ([5], "abort")
     stream.close()
     engine.expect_nothing(0.1)
     answer_one(client, engine)
@@ -306,3 +329,30 @@ def test_tokens_arrive_under_a_stream_of_signals(client_and_engines, tick):
         tokens = [token for chunk in stream for token in chunk.token_ids]
     assert tokens == predicted([1], 300)
     assert tick[0] > 10
+
+
+# --- turns ---------------------------------------------------------------------------------------
+
+
+def waiting_for_a_place(client) -> int:
+    with client._session.shared.state as flights:
+        return len(flights.everyone_waiting())
+
+
+def test_a_turn_survives_a_signal_while_it_is_given_up(client_and_engines):
+    """Whoever finds no place leaves the queue, whatever comes between."""
+    client, [engine] = client_and_engines(max_inflight=1)
+    with client.stream([1]) as holder:
+        rid = engine.recv_add().rid
+
+        def prepare():
+            def call():
+                with contextlib.suppress(tszmq.QueueFull):
+                    client.generate([2], timeout=0)
+
+            return call, lambda: eventually(lambda: waiting_for_a_place(client) == 0)
+
+        assert interrupt_everywhere(prepare) >= 4
+        engine.tokens(rid, [5], "stop")
+        assert holder.result(PATIENCE).token_ids == [5]
+    answer_one(client, engine)

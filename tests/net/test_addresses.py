@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import socket
 import stat
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from pathlib import Path
 
 import pytest
 
+from tests.mock_engine import PATIENCE, in_thread
+from tszmq import Client
+from tszmq.client import BoundClient
 from tszmq.errors import ConnectError, InvalidRequest
+from tszmq.net import addresses, sockets
 from tszmq.net.addresses import (
     IPC_PATH_BYTES,
     IpcFiles,
+    binding_alone,
     check_endpoints,
     claim_ipc_path,
     ipc_path,
@@ -85,13 +92,12 @@ def test_loopback(host, loopback):
         "tcp://[::1]:65535",
         "tcp://localhost:1",
         "ipc:///run/ts/handshake.sock",
-        "ipc://relative.sock",
     ],
 )
 def test_good_addresses(address):
     assert check_endpoints(address, False) == Endpoints(address)
     whole = Endpoints("ipc:///a", address, address)
-    assert check_endpoints(whole, False) is whole
+    assert check_endpoints(whole, False) == whole
 
 
 @pytest.mark.parametrize(
@@ -134,6 +140,42 @@ def test_remote_binding_has_to_be_asked_for():
 
 def test_the_longest_path_is_taken():
     check_endpoints("ipc://" + "x" * IPC_PATH_BYTES, False)
+
+
+def test_relative_paths_become_absolute(short, monkeypatch):
+    """Wherever the process and its engines are later."""
+    (short / "elsewhere" / "inner").mkdir(parents=True)
+    (short / "link").symlink_to(short / "elsewhere" / "inner")
+    monkeypatch.chdir(short)
+    endpoints = check_endpoints(Endpoints("ipc://./h", "ipc://link/../i", "ipc://o"), False)
+    here = os.path.realpath(short)
+    assert endpoints.handshake == f"ipc://{here}/h"
+    assert endpoints.input == f"ipc://{here}/elsewhere/i"
+    assert endpoints.output == f"ipc://{here}/o"
+    given = Endpoints("ipc:///a/./b", "tcp://127.0.0.1:*", None)
+    assert check_endpoints(given, False) == given
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_a_relative_path_is_removed_from_another_directory(short, monkeypatch, deep):
+    """Also one that is too long to be bound by its whole name."""
+    directory = short / ("x" * IPC_PATH_BYTES if deep else "x")
+    directory.mkdir(mode=0o700)
+    monkeypatch.chdir(directory)
+    with Client.bind(Endpoints("ipc://./h", "ipc://i", "tcp://127.0.0.1:*")) as bound:
+        assert sorted(os.listdir(directory)) == ["h", "i"]
+        assert os.path.isabs(ipc_path(bound.endpoints.handshake)) is not deep
+        monkeypatch.chdir(short)
+    assert os.listdir(directory) == []
+
+
+def test_a_relative_path_in_a_directory_that_was_removed(short, monkeypatch):
+    gone = short / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(ConnectError):
+        Client.bind("ipc://./h")
 
 
 @pytest.mark.parametrize("endpoints", [None, 7, b"tcp://127.0.0.1:1", ["tcp://127.0.0.1:1"]])
@@ -200,6 +242,86 @@ def test_a_directory_that_is_none(short):
     (short / "file").write_text("")
     with pytest.raises(ConnectError, match="cannot use the ipc path"):
         claim_ipc_path(str(short / "file" / "s"))
+
+
+# --- two at once -------------------------------------------------------------------------------
+
+
+def test_one_of_two_that_bind_at_once_wins(short, monkeypatch):
+    """The other one comes between the first one's look at the path and its binding there."""
+    monkeypatch.setattr(addresses, "_LOCK_SECONDS", 60.0)
+    endpoints = Endpoints(f"ipc://{short}/h")
+    others: list[Future[BoundClient]] = []
+    claim = sockets.claim_ipc_path
+
+    def interfere(path: str) -> None:
+        claim(path)
+        if path == f"{short}/h" and not others:
+            others.append(in_thread(Client.bind, endpoints))
+            wait([others[0]], 0.5)
+
+    monkeypatch.setattr(sockets, "claim_ipc_path", interfere)
+    with Client.bind(endpoints):
+        with pytest.raises(ConnectError, match="is in use"):
+            others[0].result(PATIENCE).close()
+        assert os.listdir(short) == ["h"]
+    assert os.listdir(short) == []
+
+
+def test_three_addresses_in_one_directory_under_two_names(short, monkeypatch):
+    """A lock that is already ours is not waited for."""
+    (short / "link").symlink_to(short)
+    monkeypatch.setattr(addresses, "_LOCK_SECONDS", 60.0)
+    with Client.bind(Endpoints(f"ipc://{short}/h", f"ipc://{short}/link/i", f"ipc://{short}/o")):
+        assert sorted(os.listdir(short)) == ["h", "i", "link", "o"]
+
+
+def test_a_directory_that_somebody_keeps_locked(short, monkeypatch):
+    """It is bound all the same."""
+    monkeypatch.setattr(addresses, "_LOCK_SECONDS", 0.05)
+    descriptor = os.open(short, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        Client.bind(f"ipc://{short}/h").close()
+    finally:
+        os.close(descriptor)
+
+
+def test_the_lock_is_let_go(short):
+    """A client that is open, or was refused, keeps nobody out."""
+    descriptor = os.open(short, os.O_RDONLY)
+    try:
+        with Client.bind(f"ipc://{short}/h"):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            with pytest.raises(ConnectError):
+                Client.bind(f"ipc://{short}/h")
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(descriptor)
+
+
+def descriptors() -> set[str]:
+    """Those that are open, without the listing's own."""
+    listed = os.listdir("/proc/self/fd")
+    return {number for number in listed if os.path.lexists(f"/proc/self/fd/{number}")}
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="descriptors are looked up there")
+def test_no_descriptor_stays_and_a_copy_of_one_holds_up_nobody(short):
+    """A process that forks meanwhile has copies for as long as it lives."""
+    (short / "link").symlink_to(short)
+    before = descriptors()
+    with binding_alone(Endpoints(f"ipc://{short}/h", f"ipc://{short}/link/i")):
+        [opened] = descriptors() - before
+        copy = os.dup(int(opened))
+    try:
+        descriptor = os.open(short, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(descriptor)
+    finally:
+        os.close(copy)
+    assert descriptors() == before
 
 
 # --- our files ---------------------------------------------------------------------------------

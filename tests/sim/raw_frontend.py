@@ -11,6 +11,7 @@ from pathlib import Path
 import ormsgpack
 import zmq
 
+from tests.mock_engine import eventually
 from tszmq.sim import Fleet
 
 DEAD = b"ENGINE_CORE_DEAD"
@@ -114,10 +115,7 @@ class Deadline:
 
 
 def wait_until(condition, what: str, seconds: float = DEADLINE) -> None:
-    deadline = Deadline(what, seconds)
-    while not condition():
-        deadline.left()
-        time.sleep(0.005)
+    eventually(condition, seconds, f"not in time: {what}")
 
 
 class Engine:

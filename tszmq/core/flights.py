@@ -295,7 +295,7 @@ class Flights:
         for position in gaps:
             rows.take_back(position, len(batch.token_ids[position]))
         if same and counted:
-            rows.open_steps(batch)
+            rows.open_steps()
         return self._deliver(rows, batch, ended, now)
 
     def _resolve(self, batch: EngineBatch, last: Rows | None) -> tuple[EngineBatch, Rows]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from tszmq.checks import shown
 from tszmq.core.policy import LeastLoaded, Policy, RequestView
 from tszmq.errors import EngineDead, InvalidRank
 from tszmq.types import EngineLoad
@@ -177,7 +178,7 @@ class RoutingState:
         engine = self._engines.get(pinned)
         if engine is None:
             raise InvalidRank(
-                f"data_parallel_rank={pinned} names no engine of this client; "
+                f"data_parallel_rank={shown(pinned)} names no engine of this client; "
                 f"there are {', '.join(map(str, sorted(self._engines))) or 'none'}"
             )
         if not engine.alive:

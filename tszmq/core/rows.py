@@ -4,10 +4,7 @@ Three shortcuts rest on that, and each gives what the long way would give:
 
 * While the ids stay the same, no id is looked up again.
 * Requests that end leave the rows, and new ones join them at the end: only those are looked up.
-* While every row brings exactly one token and nothing ends, a batch is
-  appended whole to one array (``_run``) and dealt out to its requests later, with one strided
-  copy a request, when somebody needs them. That each count has grown by exactly one is checked
-  at once, for all rows with one addition and one comparison of long integers.
+* Batches of one token a row are kept together and dealt out later (``Steps``).
 
 Everything here happens under the lock of the state that owns it. Whoever is about to look at
 the tokens of a request, or to end it, calls ``spill`` first.
@@ -15,17 +12,16 @@ the tokens of a request, or to end it, calls ``spill`` first.
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 from math import nan
 from operator import attrgetter, length_hint
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import attrs
 
 from tszmq.core.request import Request, Wakeable
+from tszmq.core.steps import Steps
 from tszmq.errors import DecodeError
 from tszmq.wire.base import RUNNING, EngineBatch
 
@@ -34,28 +30,6 @@ __all__ = ["Applied", "Rows", "most_likely", "only_rows"]
 _extend = array.fromlist
 _engine_of = attrgetter("engine_index")
 _T = TypeVar("_T")
-_SPILL_STEPS = 64  # bounds how long a spill takes
-
-
-def _long(counts: bytes) -> int:
-    """Counts of 32 bits, side by side as in an array, as one integer: the first is lowest."""
-    if sys.byteorder == "big":
-        swapped = array("I", counts)
-        swapped.byteswap()
-        counts = swapped.tobytes()
-    return int.from_bytes(counts, "little")
-
-
-def _without(lengths: int, position: int) -> int:
-    """The same with one count less."""
-    below = 32 * position
-    return lengths >> below + 32 << below | lengths & (1 << below) - 1
-
-
-@lru_cache(256)
-def _ones(rows: int) -> int:
-    """One more for each."""
-    return _long(array("I", [1]).tobytes() * rows)
 
 
 @attrs.frozen(eq=False)
@@ -106,11 +80,8 @@ class Rows:
 
     __slots__ = (
         "_distinct",
-        "_lengths",
-        "_open",
-        "_run",
         "_scored",
-        "_scores",
+        "_steps",
         "arrays",
         "hidden",
         "ids",
@@ -132,10 +103,7 @@ class Rows:
         self.hidden = False
         self._distinct = set(ids)
         self._find_readers()
-        self._run = array("I")
-        self._scores = array("d")  # the logprobs beside them
-        self._lengths: int | None = None  # tokens of each row, what waits in _run included
-        self._open = False  # the third shortcut
+        self._steps = Steps()
 
     def _find_readers(self) -> None:
         """Which rows are streams, and which have logprobs."""
@@ -176,10 +144,8 @@ class Rows:
         self.requests += joined
         self.arrays += [request.tokens for request in joined]
         self.unstarted += [request for request in joined if request.first is None]
-        self._open = False
-        if self._lengths is not None:
-            for position, tokens in enumerate(self.arrays[count:], count):
-                self._lengths |= len(tokens) << 32 * position
+        for position, request in enumerate(joined, count):
+            self._steps.join(position, len(request.tokens))
         for request in joined:
             if request.streaming or request.logprobs is not None:
                 self._find_readers()
@@ -193,15 +159,14 @@ class Rows:
             ended: Their positions.
             ids: Of all the rows, as they were.
         """
-        self._open = False
         if not self._are_distinct() or len(self.sources) != 1:
+            self._steps.forget()
             return  # they stay forgotten
         left = list(ids)
         for position in sorted(ended, reverse=True):
             self._distinct.discard(left.pop(position))
             del self.requests[position], self.arrays[position]
-            if self._lengths is not None:
-                self._lengths = _without(self._lengths, position)
+            self._steps.leave(position)
         if self.streams or self._scored:
             self._find_readers()
         self.ids = left
@@ -212,14 +177,14 @@ class Rows:
     def disturb(self) -> None:
         """A batch with other rows brings tokens for some of these."""
         self.spill()
-        self._open = False
-        self._lengths = None
+        self._steps.forget()
 
     def start(self, now: float) -> list[Request]:
         """Those whose first token has come with this batch."""
         if not self.unstarted:
             return []
-        started = [request for request in self.unstarted if request.tokens]
+        # Another batch, with other rows, may have brought it before.
+        started = [r for r in self.unstarted if r.tokens and r.first is None]
         for request in started:
             request.first = now
         self.unstarted = [request for request in self.unstarted if not request.tokens]
@@ -233,52 +198,27 @@ class Rows:
         Args:
             batch: One with these rows.
         """
-        step = batch.one_each
-        if not self._open or step is None or batch.num_finished or batch.details:
+        if not self._steps.take(batch, bool(self._scored)):
             return False
-        assert self._lengths is not None
-        lengths = self._lengths + _ones(len(step.tokens))
-        if _long(step.counts) != lengths:
-            return False
-        if self._scored:
-            if step.logprobs is None:
-                return False
-            self._scores.extend(step.logprobs)
-        self._lengths = lengths
-        self._run.extend(step.tokens)
-        if len(self._run) >= _SPILL_STEPS * len(step.tokens):
+        if self._steps.are_many(len(self.arrays)):
             self.spill()
         return True
 
-    def open_steps(self, batch: EngineBatch) -> None:
-        """Offer the third shortcut to the next batch, after one that went the long way, had the
-        rows of the one before and counted what has come."""
-        self._open = (
-            batch.one_each is not None
-            and self._lengths is not None
-            and self._are_distinct()
-            and len(self._scored) in (0, len(self.arrays))
-        )
+    def open_steps(self) -> None:
+        """Offer the third shortcut to the next batch, after one that went the long way and had
+        the rows of the one before."""
+        if self._are_distinct() and len(self._scored) in (0, len(self.arrays)):
+            self._steps.open()
 
     def spill(self) -> None:
         """Deal out what the third shortcut kept together."""
-        if not self._run:
-            return
-        count = len(self.arrays)
-        columns: list[array[Any]] = list(self.arrays)
-        parts: list[array[Any]] = [self._run[i::count] for i in range(count)]
-        for position in self._scored:
-            column = self.requests[position].logprobs
-            assert column is not None
-            columns.append(column)
-            parts.append(self._scores[position::count])
-        run, scores = array("I"), array("d")
-        dealing = map(array.extend, columns, parts)
-        # Callers' threads come here too, where a signal handler may raise after any call: from
-        # here on there is but one, which deals out everything.
-        self._run = run
-        self._scores = scores
-        any(dealing)
+        if self._steps:
+            self._steps.deal_out(self.arrays, self._logprobs())
+
+    def _logprobs(self) -> list[tuple[int, array[float]]]:
+        """Where logprobs go, by position."""
+        columns = [(position, self.requests[position].logprobs) for position in self._scored]
+        return [(position, column) for position, column in columns if column is not None]
 
     def publish(self) -> list[Wakeable]:
         """Let readers see what their rows have; after ``spill``. Returns whom to wake."""
@@ -313,18 +253,7 @@ class Rows:
 
     def count(self, batch: EngineBatch) -> bool:
         """Whether the batch, which has been stored, counts for each row what has come for it."""
-        step, lengths = batch.one_each, self._lengths
-        self._lengths = None
-        if step is not None and lengths is not None:
-            lengths += _ones(len(step.tokens))
-            if _long(step.counts) == lengths:
-                self._lengths = lengths
-                return True
-        if batch.completion_tokens != list(map(len, self.arrays)):
-            return False
-        if step is not None:
-            self._lengths = _long(step.counts)
-        return True
+        return self._steps.count(batch, self.arrays)
 
     def take_back(self, position: int, count: int) -> None:
         """Remove a row's last tokens, which nobody was shown: they came after a gap."""
@@ -336,9 +265,7 @@ class Rows:
 
     def store_logprobs(self, batch: EngineBatch) -> None:
         """One a token for those who asked, NaN where none came, or later ones would slip."""
-        for position in self._scored:
-            column = self.requests[position].logprobs
-            assert column is not None
+        for position, column in self._logprobs():
             values = batch.logprobs[position] if batch.logprobs is not None else None
             column.fromlist(values or [nan] * len(batch.token_ids[position]))
 

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import ipaddress
 import os
 import socket
 import stat
 import tempfile
+import time
+from collections.abc import Iterator
 
 import zmq
 
 from tszmq.errors import ConnectError, InvalidRequest
 from tszmq.types import Endpoints
 
-__all__ = ["IpcFiles", "check_endpoints", "claim_ipc_path", "ipc_path", "is_tcp", "tcp_host"]
+__all__ = [
+    "IpcFiles",
+    "binding_alone",
+    "check_endpoints",
+    "claim_ipc_path",
+    "ipc_path",
+    "is_tcp",
+    "tcp_host",
+]
+
+_LOCK_SECONDS = 2.0  # binding takes some milliseconds
 
 # sockaddr_un.sun_path less its terminator; libzmq reports 107 on Linux, 103 on macOS.
 IPC_PATH_BYTES: int = zmq.IPC_PATH_MAX_LEN
@@ -48,6 +61,11 @@ def is_loopback(host: str) -> bool:
 def check_endpoints(endpoints: object, allow_remote: bool) -> Endpoints:
     """Validate what the caller gave, before anything is bound.
 
+    Returns:
+        The addresses, ipc paths absolute: engines may be started elsewhere, and the working
+        directory be another when the file is removed. A relative path stays one where only
+        that is short enough for a socket.
+
     Raises:
         TypeError, InvalidRequest: With the address and what is wrong with it.
     """
@@ -61,7 +79,29 @@ def check_endpoints(endpoints: object, allow_remote: bool) -> Endpoints:
         address = getattr(endpoints, what)
         if address is not None or what == "handshake":
             _check_address(address, what, allow_remote)
-    return endpoints
+    return Endpoints(
+        _located(endpoints.handshake),
+        endpoints.input and _located(endpoints.input),
+        endpoints.output and _located(endpoints.output),
+    )
+
+
+def _located(address: str) -> str:
+    if is_tcp(address):
+        return address
+    path = _absolute(ipc_path(address))
+    return f"ipc://{path}" if len(os.fsencode(path)) <= IPC_PATH_BYTES else address
+
+
+def _absolute(path: str) -> str:
+    if os.path.isabs(path):
+        return path
+    directory, name = os.path.split(path)
+    try:
+        # Not abspath: it would take "link/.." for the working directory.
+        return os.path.join(os.path.realpath(directory), name)
+    except OSError:  # the working directory was removed: binding will say so
+        return path
 
 
 def _check_address(address: object, what: str, allow_remote: bool) -> None:
@@ -110,6 +150,54 @@ def _check_ipc(path: str, what: str) -> None:
             f"the {what} path is {size} bytes long, a socket's can have {IPC_PATH_BYTES}: "
             f"use a shorter directory than {path!r:.200}"
         )
+
+
+@contextlib.contextmanager
+def binding_alone(endpoints: Endpoints) -> Iterator[None]:
+    """No other client is between its look at these ipc paths and its binding there.
+
+    The directories themselves are locked, so that nothing is left on disk. Where that cannot
+    be, or a program of somebody's keeps the lock, it is done without.
+    """
+    opened: dict[tuple[int, int], int] = {}  # by what they are: one may have several names
+    try:
+        for address in (endpoints.handshake, endpoints.input, endpoints.output):
+            if address is not None and not is_tcp(address):
+                _open_directory(os.path.dirname(ipc_path(address)) or ".", opened)
+        for _, directory in sorted(opened.items()):  # in the same order by everyone
+            _lock_directory(directory)
+        yield
+    finally:
+        for directory in opened.values():
+            with contextlib.suppress(OSError):
+                # Closing would not do: a forked child may have a copy.
+                fcntl.flock(directory, fcntl.LOCK_UN)
+            os.close(directory)
+
+
+def _open_directory(path: str, opened: dict[tuple[int, int], int]) -> None:
+    try:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:  # claiming the path will say so
+        return
+    found = os.fstat(directory)
+    if (found.st_dev, found.st_ino) in opened:
+        os.close(directory)
+    else:
+        opened[found.st_dev, found.st_ino] = directory
+
+
+def _lock_directory(directory: int) -> None:
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            time.sleep(0.002)
+        except OSError:  # a file system without such locks
+            return
 
 
 def claim_ipc_path(path: str) -> None:
@@ -191,7 +279,7 @@ class IpcFiles:
         """A socket of ours is bound there now: only this user may connect."""
         os.chmod(path, 0o600)
         found = os.lstat(path)
-        self._paths.append((path, (found.st_dev, found.st_ino)))
+        self._paths.append((_absolute(path), (found.st_dev, found.st_ino)))
 
     def remove(self) -> None:
         """Remove what is still ours: not a file that somebody else has put there since."""

@@ -7,6 +7,7 @@ client that is merely forgotten is collected and its threads end.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import secrets
 import threading
@@ -16,17 +17,20 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import zmq
+
 from tszmq.core.flights import Flights
 from tszmq.core.ids import WireIds
 from tszmq.core.policy import Policy
 from tszmq.core.startup import Startup
-from tszmq.errors import ClientClosed, ForkedClient, TszmqError
+from tszmq.errors import ClientClosed, ConnectError, ForkedClient, LockOrderError, TszmqError
 from tszmq.net import mailbox as mail
+from tszmq.net.addresses import binding_alone
 from tszmq.net.control import Settings, run_control
 from tszmq.net.mailbox import Mailbox
 from tszmq.net.receiver import run_receiver
 from tszmq.net.shared import Muster, Shared
-from tszmq.net.sockets import Sockets, bind_sockets
+from tszmq.net.sockets import Owned, Sockets, bind_sockets
 from tszmq.ownership import Level, holds_a_lock, mutex
 from tszmq.types import Endpoints
 from tszmq.wire.base import WireProtocol
@@ -34,6 +38,7 @@ from tszmq.wire.base import WireProtocol
 __all__ = ["Session"]
 
 _EXIT_SECONDS = 0.8  # all sessions together, when the interpreter ends
+_UNDO_SECONDS = 5.0  # for a control thread whose receiver did not start
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
@@ -50,7 +55,7 @@ class Session:
         on_closed: Called in the control thread after everything is down.
 
     Raises:
-        ConnectError: An address cannot be bound.
+        ConnectError: An address cannot be bound, or a thread not be started.
     """
 
     def __init__(
@@ -71,21 +76,53 @@ class Session:
         self.claimed = False
         """Whether a ``Client`` has taken it over from the ``BoundClient``."""
         startup = Startup(engine_count)
-        sockets = bind_sockets(endpoints, max_message_bytes)
+        with binding_alone(endpoints):
+            sockets = bind_sockets(endpoints, max_message_bytes)
         self.endpoints = sockets.endpoints
+        try:
+            mailbox = Mailbox()
+        except OSError as error:  # no descriptor is left for it
+            _release(sockets)
+            raise ConnectError(f"cannot make the client's own sockets: {error}") from error
         self.shared = Shared(
             state=mutex(Level.STATE, Flights(self.ids, policy, max_inflight)),
-            mailbox=Mailbox(),
+            mailbox=mailbox,
             protocol=protocol,
             muster=Muster(startup.num_missing(), startup.describe_missing()),
         )
         self._threads = _threads(sockets, self.shared, startup, settings, on_closed)
-        for thread in self._threads:
-            thread.start()
+        self._start(sockets)
         # A forgotten session: the finalizer only posts; the threads do the rest.
         self._finalizer = weakref.finalize(self, self.shared.mailbox.post, mail.Stop())
         self._finalizer.atexit = False
         _open_sessions.add(self)
+
+    def _start(self, sockets: Sockets) -> None:
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException as error:
+            self._take_back(sockets)
+            if isinstance(error, Exception):
+                raise ConnectError(f"a thread of the client cannot be started: {error}") from error
+            raise
+
+    def _take_back(self, sockets: Sockets) -> None:
+        """Not both threads run, or a signal came meanwhile: nothing stays.
+
+        A thread that is on its way is listed, too: it will own its sockets.
+        """
+        running = threading.enumerate()
+        control, receiver = self._threads
+        self._threads = tuple(thread for thread in self._threads if thread in running)
+        if receiver not in running:
+            _close(sockets.output)
+            self.shared.receiver_ended.set()
+        if control in running:  # it takes down the rest
+            self.close(_UNDO_SECONDS)
+            return
+        _release(sockets)
+        self.shared.mailbox.close()
 
     def is_foreign(self) -> bool:
         """Whether this is a forked child: its copies of locks and sockets must not be touched."""
@@ -138,6 +175,23 @@ class Session:
                 thread.join(min(max(0.0, deadline - time.monotonic()), 1.0))
 
 
+def _close(owned: Owned[zmq.Socket[bytes]]) -> None:
+    with contextlib.suppress(LockOrderError):  # it has been taken, and closed
+        closed = owned.take()
+        closed.disable_monitor()
+        closed.close(0)
+
+
+def _release(sockets: Sockets) -> None:
+    """What no thread has taken."""
+    for owned in (sockets.output, sockets.input, sockets.orders, sockets.handshake):
+        _close(owned)
+    for monitor in sockets.monitors:
+        monitor.close()
+    sockets.context.term()
+    sockets.files.remove()
+
+
 def _closed() -> TszmqError:
     return ClientClosed("the client was closed")
 
@@ -148,9 +202,12 @@ def _threads(
     startup: Startup,
     settings: Settings,
     on_closed: list[Callable[[], object]],
-) -> tuple[threading.Thread, threading.Thread]:
-    """Daemons: nothing of ours keeps a process alive. Targets are functions, not methods of
-    anything that could be kept from being collected."""
+) -> tuple[threading.Thread, ...]:
+    """Control and receiver, to be started in this order.
+
+    Daemons: nothing of ours keeps a process alive. Targets are functions, not methods of
+    anything that could be kept from being collected.
+    """
     orders: deque[Any] = deque()
     receiver = threading.Thread(
         target=run_receiver,
@@ -164,7 +221,7 @@ def _threads(
         name="tszmq-control",
         daemon=True,
     )
-    return receiver, control
+    return control, receiver
 
 
 @atexit.register

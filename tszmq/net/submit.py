@@ -39,7 +39,8 @@ def give_up(session: Session, ticket: Wakeable) -> None:
 
 def _give_up(shared: Shared, ticket: Wakeable) -> None:
     with shared.state as flights:
-        granted = flights.give_up(ticket)
+        # Also those whom a caller gave a turn and was cut off before it woke them.
+        granted = flights.give_up(ticket) + flights.granted()
     wake_all(granted)
 
 
@@ -68,15 +69,25 @@ def _wait_for_place(
 ) -> None:
     turn = _Turn()
     try:
-        while not admit(session, request, pinned, turn):
-            if not turn.wait(turn.take, deadline):
-                raise QueueFull(
-                    "max_inflight requests are unfinished and none ended in time: wait longer, "
-                    "or raise max_inflight"
-                )
+        try:
+            _take_turn(session, request, pinned, deadline, turn)
+        except BaseException:
+            give_up(session, turn)
+            raise
     except BaseException:
-        give_up(session, turn)
+        give_up(session, turn)  # again: a signal may have cut that off
         raise
+
+
+def _take_turn(
+    session: Session, request: Request, pinned: int | None, deadline: float | None, turn: _Turn
+) -> None:
+    while not admit(session, request, pinned, turn):
+        if not turn.wait(turn.take, deadline):
+            raise QueueFull(
+                "max_inflight requests are unfinished and none ended in time: wait longer, "
+                "or raise max_inflight"
+            )
 
 
 class _Turn(Gate):

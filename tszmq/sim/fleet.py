@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tszmq.checks import shown
 from tszmq.sim.options import EngineOptions, command_line
 
 __all__ = ["Fleet"]
@@ -47,7 +48,7 @@ class Fleet:
         self, count: int = 1, *, first_index: int = 0, capture: bool = False, **options: Any
     ) -> None:
         if count < 1:
-            raise ValueError(f"a fleet has at least 1 engine, got {count}")
+            raise ValueError(f"a fleet has at least 1 engine, got {shown(count)}")
         reserved = {"handshake", "index", "ranks", "control", "die_with_parent"} & set(options)
         if reserved:
             raise TypeError(f"set by the fleet itself: {', '.join(sorted(reserved))}")

@@ -8,6 +8,8 @@ from typing import Any
 
 import attrs
 
+from tszmq.checks import shown
+
 __all__ = ["EngineOptions", "build_parser", "command_line"]
 
 
@@ -66,16 +68,18 @@ class EngineOptions:
     def __attrs_post_init__(self) -> None:
         for name in _AT_LEAST_1:
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+                raise ValueError(f"{name} must be at least 1, got {shown(getattr(self, name))}")
         for name in ("step_ms", "step_us_per_row"):
             if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} must be a time, got {getattr(self, name)}")
+                raise ValueError(f"{name} must be a time, got {shown(getattr(self, name))}")
         if not 0 <= self.index < 1 << 16:
-            raise ValueError(f"index must be in [0, 65535], got {self.index}")
+            raise ValueError(f"index must be in [0, 65535], got {shown(self.index)}")
         if self.prefill_tokens_per_step is not None and self.prefill_tokens_per_step < 1:
             raise ValueError("prefill_tokens_per_step must be at least 1, or None for no bound")
         if self.protocol not in _PROTOCOLS or self.era not in _ERAS:
-            raise ValueError(f"there is no protocol {self.protocol!r} of era {self.era}")
+            raise ValueError(
+                f"there is no protocol {shown(self.protocol)} of era {shown(self.era)}"
+            )
         if self.ranks and self.control:
             raise ValueError("several ranks cannot share one standard input for commands")
 

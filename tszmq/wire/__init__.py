@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 
+from tszmq.checks import shown
 from tszmq.errors import InvalidRequest, UnsupportedField
 from tszmq.wire.base import WireProtocol
 from tszmq.wire.tokenspeed import TokenSpeed
@@ -39,7 +40,7 @@ def find_protocol(
     make = _PROTOCOLS.get(name)
     if make is None:
         raise InvalidRequest(
-            f"protocol must be one of {', '.join(map(repr, _PROTOCOLS))}, got {name!r:.80}"
+            f"protocol must be one of {', '.join(map(repr, _PROTOCOLS))}, got {shown(name)}"
         )
     return make(eos_token_id, model)
 
@@ -48,7 +49,7 @@ def _tokenspeed(eos_token_id: EndTokens, model: ModelPath) -> TokenSpeed:
     for option, value in (("eos_token_id", eos_token_id), ("model", model)):
         if value is not None:
             raise UnsupportedField(
-                f"{option}={value!r:.80} has no use on TokenSpeed: its engine knows its model's "
+                f"{option}={shown(value)} has no use on TokenSpeed: its engine knows its model's "
                 "end tokens; leave it out"
             )
     return TokenSpeed()

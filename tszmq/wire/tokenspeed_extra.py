@@ -12,9 +12,9 @@ from typing import Any
 
 import attrs
 
-from tszmq.checks import shown
 from tszmq.codec import pack, unpack
-from tszmq.errors import DecodeError, InvalidRequest, UnsupportedField
+from tszmq.errors import DecodeError, InvalidRequest
+from tszmq.wire.extra import check_fields
 
 __all__ = ["check_extra", "place_extra"]
 
@@ -23,28 +23,8 @@ _MAX_PORT = 65535
 
 
 def check_extra(extra: Mapping[str, Any]) -> None:
-    """Refuse fields that the wire has not, or not for callers, and values it would not take.
-
-    Raises:
-        UnsupportedField: An unknown name, one that has a neutral spelling, or one that the
-            engine answers with an abort, its death or silence.
-        InvalidRequest: A value of a wrong type or out of range.
-    """
-    for name, value in extra.items():
-        reason = _ELSEWHERE.get(name)
-        if reason is not None:
-            raise UnsupportedField(f"extra field {shown(name)} is not for extra: {reason}")
-        field = _FIELDS.get(name)
-        if field is None:
-            known = ", ".join(sorted(_FIELDS))
-            raise UnsupportedField(
-                f"extra field {shown(name)} is not in TokenSpeed's requests; known: {known}"
-            )
-        expected = field.refuses(value)
-        if expected is not None:
-            raise InvalidRequest(
-                f"extra field {shown(name)} must be {expected}, got {shown(value)}"
-            )
+    """As ``check_fields``: the engine answers the others with an abort, its death or silence."""
+    check_fields(extra, "TokenSpeed", _FIELDS, _ELSEWHERE)
 
 
 def place_extra(extra: Mapping[str, Any], sampling: list[Any], request: list[Any]) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 import attrs
 
-from tszmq.checks import MAX_TOKEN_ID, shown
-from tszmq.errors import InvalidRequest, UnsupportedField
+from tszmq.checks import MAX_TOKEN_ID
+from tszmq.wire.extra import check_fields
 from tszmq.wire.vllm.utility import is_text, plain_fault
 
 __all__ = ["EXTRA_TOKENS", "check_extra", "place_extra"]
@@ -27,28 +27,8 @@ _DELTA = 1  # output_kind
 
 
 def check_extra(extra: Mapping[str, Any]) -> None:
-    """Refuse fields that the wire has not, or not for callers, and values it would not take.
-
-    Raises:
-        UnsupportedField: An unknown name, one that has a neutral spelling, or one that has no
-            effect or a fatal one.
-        InvalidRequest: A value of a wrong type or out of range.
-    """
-    for name, value in extra.items():
-        reason = _ELSEWHERE.get(name)
-        if reason is not None:
-            raise UnsupportedField(f"extra field {shown(name)} is not for extra: {reason}")
-        field = _FIELDS.get(name)
-        if field is None:
-            raise UnsupportedField(
-                f"extra field {shown(name)} is not in vLLM's requests; known: "
-                f"{', '.join(sorted(_FIELDS))}"
-            )
-        expected = None if value is None and field.optional else field.refuses(value)
-        if expected is not None:
-            raise InvalidRequest(
-                f"extra field {shown(name)} must be {expected}, got {shown(value)}"
-            )
+    """As ``check_fields``."""
+    check_fields(extra, "vLLM", _FIELDS, _ELSEWHERE)
 
 
 def place_extra(extra: Mapping[str, Any], sampling: dict[str, Any], request: list[Any]) -> None:
@@ -172,16 +152,19 @@ class _Field:
     """Where a field goes, and the test of its value.
 
     Attributes:
-        refuses: What was expected, when the value is not that; else None.
+        test: What was expected, when the value is not that; else None.
         key: Its key in the map of sampling parameters.
         position: Or its place in the request.
         optional: Whether None stands for leaving it out.
     """
 
-    refuses: Callable[[Any], str | None]
+    test: Callable[[Any], str | None]
     key: str | None = None
     position: int | None = None
     optional: bool = True
+
+    def refuses(self, value: Any) -> str | None:
+        return None if value is None and self.optional else self.test(value)
 
 
 _FIELDS: Mapping[str, _Field] = {

@@ -1,0 +1,210 @@
+"""Arguments beyond all sense: numbers that cannot be printed, prompts that fit no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tszmq
+from tests.client_fixtures import ClientAndEngines, answer_one, inflight
+from tests.mock_engine import PATIENCE, in_thread
+from tszmq import Client, SamplingParams
+from tszmq.sim import Fleet
+
+pytestmark = pytest.mark.timeout(30)
+
+LOOPBACK = "tcp://127.0.0.1:*"
+UNPRINTABLE = 10**5000  # str() refuses it, float() too
+MODEL_LENGTH = 64
+LONGEST_TEXT = 300
+
+
+@pytest.fixture(scope="module")
+def shared_client():
+    """One client for all: none of these calls may leave a trace."""
+    opened = ClientAndEngines()
+    client, [engine] = opened(engine={"max_model_len": MODEL_LENGTH})
+    yield client, engine
+    opened.close()
+
+
+def check_refused(call: Callable[[], object], error: type[Exception], text: str) -> None:
+    """Exactly that error, and a text that fits on a screen."""
+    with pytest.raises(error, match=text) as caught:
+        call()
+    assert caught.type is error
+    assert len(str(caught.value)) < LONGEST_TEXT
+
+
+# --- numbers -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [UNPRINTABLE, -UNPRINTABLE], ids=["huge", "hugely negative"])
+@pytest.mark.parametrize("name", ["load", "inflight", "generate", "stream"])
+def test_engines_that_cannot_be(shared_client, name, number):
+    """Nobody has that index: said without printing it."""
+    client, _ = shared_client
+    calls: dict[str, Callable[[], object]] = {
+        "load": lambda: client.load(number),
+        "inflight": lambda: client.inflight(number),
+        "generate": lambda: client.generate([1], data_parallel_rank=number),
+        "stream": lambda: client.stream([1], data_parallel_rank=number),
+    }
+    check_refused(calls[name], tszmq.InvalidRank, "0")
+    assert inflight(client) == [0]
+
+
+@pytest.mark.parametrize("name", ["silence_timeout", "silence_warning", "send_timeout"])
+def test_limits_that_never_come(name):
+    """Not finite as a float: refused as infinity is."""
+    options: dict[str, Any] = {name: UNPRINTABLE}
+    check_refused(
+        lambda: Client.bind(LOOPBACK, **options), tszmq.InvalidRequest, "positive and finite"
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["engine_count", "max_message_bytes", "connect_timeout", "max_inflight"]
+)
+def test_bad_numbers_of_the_constructor(name):
+    """Negative, and beyond printing."""
+    options: dict[str, Any] = {name: -UNPRINTABLE}
+    check_refused(lambda: Client.bind(LOOPBACK, **options), tszmq.InvalidRequest, name)
+
+
+def test_options_that_are_no_numbers(shared_client):
+    """Whatever was given is not printed whole, and not an error of its own."""
+    client, _ = shared_client
+    number: Any = UNPRINTABLE
+    for name in ("eos_token_id", "model"):
+        options = {name: number}
+        check_refused(
+            lambda options=options: Client.bind(LOOPBACK, **options), tszmq.UnsupportedField, name
+        )
+    check_refused(lambda: client.generate_many([[1]], progress=number), TypeError, "progress")
+    text = "no protocol .* of era"
+    check_refused(lambda: Fleet(era=number), ValueError, text)
+    check_refused(lambda: Fleet(kv_pages=-number), ValueError, "kv_pages must be at least 1")
+    check_refused(lambda: Fleet(step_ms=-number), ValueError, "step_ms must be a time")
+    check_refused(lambda: Fleet(index=number), TypeError, "set by the fleet itself")
+
+
+def test_calls_of_engines_that_cannot_be():
+    """Each call of an engine's own methods can name one."""
+    with Client.embedded(protocol="vllm") as client:
+        for number in (UNPRINTABLE, -UNPRINTABLE):
+            check_refused(
+                lambda number=number: client.is_sleeping(engine_index=number),
+                tszmq.InvalidRank,
+                "there are 0",
+            )
+        several: Any = [UNPRINTABLE]
+        check_refused(lambda: client.is_sleeping(engine_index=several), TypeError, "engine_index")
+
+
+def test_a_fleet_of_fewer_than_none():
+    check_refused(lambda: Fleet(-UNPRINTABLE), ValueError, "at least 1 engine")
+
+
+def test_timeouts_beyond_all_floats_are_for_ever(client_and_engines):
+    """As infinity is."""
+    bound = client_and_engines.bind(LOOPBACK, connect_timeout=UNPRINTABLE)
+    call = in_thread(bound.connect)
+    engine = client_and_engines.engine(bound.endpoints.handshake).connect()
+    client = call.result(PATIENCE)
+    with client.stream([1], timeout=UNPRINTABLE) as stream:
+        engine.tokens(engine.recv_add().rid, [5], "stop")
+        assert stream.result(timeout=UNPRINTABLE).token_ids == [5]
+    client.close(timeout=UNPRINTABLE)
+
+
+# --- prompts -------------------------------------------------------------------------------
+
+
+class Endless:
+    """Says that it is short, and is not."""
+
+    def __init__(self, bound: int) -> None:
+        self.taken = 0
+        self._bound = bound
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Endless:
+        return self
+
+    def __next__(self) -> int:
+        self.taken += 1
+        assert self.taken <= self._bound, "more was taken than any engine takes"
+        return 1
+
+
+class HugeTensor:
+    """Shows its length, and must not be made into a list."""
+
+    def __len__(self) -> int:
+        return 10**12
+
+    def tolist(self) -> list[int]:
+        raise AssertionError("it was copied before its length was looked at")
+
+
+CALLS: dict[str, Callable[[Client, object], object]] = {
+    "generate": lambda client, prompt: client.generate(prompt),
+    "stream": lambda client, prompt: client.stream(prompt),
+    "generate_many": lambda client, prompt: client.generate_many([prompt]),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    ("prompt", "length"),
+    [
+        (range(10**12), "1000000000000"),
+        (range(10**30), "more than"),
+        (np.broadcast_to(np.int64(1), 10**12), "1000000000000"),
+        (HugeTensor(), "1000000000000"),
+        ([1] * (MODEL_LENGTH + 1), str(MODEL_LENGTH + 1)),
+    ],
+    ids=["range", "range beyond len()", "array", "tensor", "list"],
+)
+def test_prompts_that_fit_no_memory(shared_client, call, prompt, length):
+    """Their length is said against the limit, before any of it is copied."""
+    client, engine = shared_client
+    text = f"at most {MODEL_LENGTH}, got {length}"
+    check_refused(lambda: CALLS[call](client, prompt), tszmq.InvalidRequest, text)
+    answer_one(client, engine)
+
+
+def test_a_prompt_that_never_ends(shared_client):
+    """No more of it is taken than one token beyond the limit."""
+    client, _ = shared_client
+    prompt = Endless(MODEL_LENGTH + 1)
+    text = f"at most {MODEL_LENGTH}, got {MODEL_LENGTH + 1}"
+    check_refused(lambda: client.generate(prompt), tszmq.InvalidRequest, text)
+
+
+def test_an_array_of_few_rows_and_many_items(shared_client):
+    client, _ = shared_client
+    prompt = np.broadcast_to(np.int64(1), (1, 10**12))
+    check_refused(lambda: client.generate(prompt), TypeError, "one-dimensional, got 2 dimensions")
+
+
+@pytest.mark.parametrize(("said", "limit"), [(0, 2**24), (2**63, 2**31 - 1)])
+def test_engines_that_state_no_length_or_any(client_and_engines, said, limit):
+    """There is a bound all the same."""
+    client, _ = client_and_engines(engine={"max_model_len": said})
+    with pytest.raises(tszmq.InvalidRequest, match=f"at most {limit}, got 1000000000000"):
+        client.generate(range(10**12))
+
+
+def test_stop_tokens_that_fit_no_memory():
+    check_refused(
+        lambda: SamplingParams(stop_token_ids=range(10**12)),  # type: ignore[arg-type]
+        tszmq.InvalidRequest,
+        "the length of stop_token_ids must be at most",
+    )

@@ -1,0 +1,99 @@
+"""A client's two threads: what stays when one of them cannot be started."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.client_fixtures import short_dir
+from tests.conftest import tszmq_threads, wait_until
+from tszmq import Client, Endpoints
+from tszmq.errors import ConnectError
+
+__all__ = ["short_dir"]
+
+pytestmark = pytest.mark.timeout(30)
+
+THREADS = ["tszmq-control", "tszmq-receiver"]
+
+
+def descriptors() -> set[str]:
+    """Every open descriptor and what it is."""
+    found = set()
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            found.add(f"{entry} {os.readlink(f'/proc/self/fd/{entry}')}")
+        except FileNotFoundError:  # the listing's own
+            pass
+    return found
+
+
+@pytest.fixture
+def nothing_stays(short_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    """The address to bind; checks afterwards that all of it is free."""
+    directories = short_dir / "tmp"
+    directories.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(directories))
+    endpoints = Endpoints(f"ipc://{short_dir}/handshake.sock")
+    threads, before = tszmq_threads(), descriptors()
+    with monkeypatch.context() as patched:
+        yield endpoints, patched
+    assert tszmq_threads() == threads
+    assert os.listdir(short_dir) == ["tmp"]
+    assert os.listdir(directories) == []
+    # libzmq's own threads let go of theirs a moment after the context has ended.
+    assert wait_until(lambda: descriptors() <= before), descriptors() - before
+    with Client.bind(endpoints) as bound:
+        assert bound.endpoints.handshake == endpoints.handshake
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="descriptors are looked up there")
+class TestNothingStays:
+    @pytest.mark.parametrize("name", THREADS)
+    def test_when_a_thread_cannot_be_started(self, nothing_stays, name):
+        """The other one ends, and every address is free."""
+        endpoints, patched = nothing_stays
+        start = threading.Thread.start
+
+        def refuse(thread: threading.Thread) -> None:
+            if thread.name == name:
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(ConnectError, match="cannot be started: can't start new thread"):
+            Client.bind(endpoints)
+
+    @pytest.mark.parametrize("name", THREADS)
+    @pytest.mark.parametrize("started", [False, True], ids=["before", "after"])
+    def test_when_a_signal_comes(self, nothing_stays, name, started):
+        """Ctrl-C before or after the thread has begun."""
+        endpoints, patched = nothing_stays
+        start = threading.Thread.start
+
+        def interrupt(thread: threading.Thread) -> None:
+            if thread.name == name and not started:
+                raise KeyboardInterrupt
+            start(thread)
+            if thread.name == name:
+                raise KeyboardInterrupt
+
+        patched.setattr(threading.Thread, "start", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            Client.bind(endpoints)
+
+    def test_when_there_are_no_descriptors_left(self, nothing_stays):
+        """The last pair is the one that wakes the control thread."""
+        endpoints, patched = nothing_stays
+
+        def refuse() -> None:
+            raise OSError("Too many open files")
+
+        patched.setattr(socket, "socketpair", refuse)
+        with pytest.raises(ConnectError, match="Too many open files"):
+            Client.bind(endpoints)
