@@ -1,10 +1,10 @@
 """What stays in memory: for a waiting request, for a token that came, and after many requests.
 
-``waiting`` counts the bytes that Python holds for a stream that waits, its prompt and libzmq's
-buffers apart; beside it the same for what one might give each request instead. ``token`` is
-what a token takes until its request is dropped, to a list of ints. ``RSS`` is the memory of
-the process after the last of many equal rounds of requests to that after the second: 1 is
-flat.
+``waiting`` counts the bytes that Python holds for a request of ``generate_many``, and for a
+stream, that nobody has answered, the prompt and libzmq's buffers apart; beside it the same for
+what one might give each request instead. ``token`` is what a token takes until its request is
+dropped, to a list of ints. ``RSS`` is the memory of the process after the last of many equal
+rounds of requests to that after the second: 1 is flat.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 import tracemalloc
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks._frontend import engine
 from benchmarks._harness import Bench, short_directory, start
 from benchmarks.decode import make_load, new_flights
-from tszmq import Client, SamplingParams
+from tszmq import Client, SamplingParams, TszmqError
 from tszmq.wire.tokenspeed_decoder import TokenSpeedDecoder
 
 PROMPT = list(range(1000))
@@ -56,27 +56,43 @@ def waiting(bench: Bench) -> None:
         streams = [client.stream(PROMPT) for _ in range(100)]  # tables grow once
 
         def settle() -> None:
-            time.sleep(0.3)  # the control thread sends what was posted
+            time.sleep(1)  # the control thread sends what was posted
 
         each = bytes_each(lambda: client.stream(PROMPT), count, settle)
         del streams
+        settle()
+        batch = bytes_each(lambda: start_batch(client, count, settle), 1, settle) / count
     others: dict[str, Callable[[], object]] = {
-        "tszmq stream": lambda: None,
         "queue.SimpleQueue": queue.SimpleQueue,
         "collections.deque": deque,
         "threading.Event": threading.Event,
         "queue.Queue": queue.Queue,
         "asyncio.Queue": asyncio.Queue,
     }
-    sizes = {name: bytes_each(make, count, gc.collect) for name, make in others.items()}
-    sizes["tszmq stream"] = each
+    sizes = {"tszmq, of generate_many": batch, "tszmq stream": each}
+    sizes |= {name: bytes_each(make, count, gc.collect) for name, make in others.items()}
     table = bench.table(
         "A waiting request, beside its prompt: ratios to queue.Queue", "what", "bytes", "ratio"
     )
     for name, size in sizes.items():
         table.add(name, size, size / sizes["queue.Queue"])
     bench.show(table)
+    bench.judge("a waiting request, of 600 bytes", batch / 600, most=1.0)
     bench.judge("a waiting stream, to queue.Queue", each / sizes["queue.Queue"], most=1.0)
+
+
+def start_batch(client: Client, count: int, settle: Callable[[], object]) -> threading.Thread:
+    """A bulk call of so many requests, none of which is answered."""
+
+    def call() -> None:
+        with suppress(TszmqError):
+            client.generate_many([PROMPT] * count, max_inflight=count)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    while client.inflight(0) < count:
+        settle()
+    return thread
 
 
 def received(bench: Bench) -> None:
