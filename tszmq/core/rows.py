@@ -144,8 +144,7 @@ class Rows:
         self.requests += joined
         self.arrays += [request.tokens for request in joined]
         self.unstarted += [request for request in joined if request.first is None]
-        for position, request in enumerate(joined, count):
-            self._steps.join(position, len(request.tokens))
+        self._steps.forget()
         for request in joined:
             if request.streaming or request.logprobs is not None:
                 self._find_readers()
@@ -159,14 +158,13 @@ class Rows:
             ended: Their positions.
             ids: Of all the rows, as they were.
         """
+        self._steps.forget()
         if not self._are_distinct() or len(self.sources) != 1:
-            self._steps.forget()
             return  # they stay forgotten
         left = list(ids)
         for position in sorted(ended, reverse=True):
             self._distinct.discard(left.pop(position))
             del self.requests[position], self.arrays[position]
-            self._steps.leave(position)
         if self.streams or self._scored:
             self._find_readers()
         self.ids = left

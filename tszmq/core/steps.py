@@ -32,28 +32,10 @@ class Steps:
         self._logprobs = array("d")  # beside them, where the rows have any
         self._open = False
 
-    # -- which rows there are
-
-    def join(self, position: int, length: int) -> None:
-        """There is one more row, the last, with so many tokens."""
-        self._open = False
-        if self._lengths is not None:
-            self._lengths |= length << 32 * position
-
-    def leave(self, position: int) -> None:
-        """A row is no more."""
-        self._open = False
-        if self._lengths is not None:
-            below = 32 * position
-            lower = self._lengths & (1 << below) - 1
-            self._lengths = self._lengths >> below + 32 << below | lower
-
     def forget(self) -> None:
-        """Rows get tokens in another way."""
+        """The rows are others, or get tokens in another way."""
         self._open = False
         self._lengths = None
-
-    # -- batches
 
     def count(self, batch: EngineBatch, arrays: Sequence[array[int]]) -> bool:
         """Whether a batch, which has been stored, counts for each row what has come for it."""
@@ -132,12 +114,8 @@ class Steps:
 
 
 def _long(counts: bytes) -> int:
-    """Counts of 32 bits, side by side as in an array, as one integer: the first is lowest."""
-    if sys.byteorder == "big":
-        swapped = array("I", counts)
-        swapped.byteswap()
-        counts = swapped.tobytes()
-    return int.from_bytes(counts, "little")
+    """32-bit counts side by side, as one integer."""
+    return int.from_bytes(counts, sys.byteorder)
 
 
 @lru_cache(256)
