@@ -170,9 +170,11 @@ def test_they_agree_on_mangled_bytes(messages: list[bytes]) -> None:
 
 @st.composite
 def after_the_same_rows(draw: st.DrawFn) -> list[bytes]:
-    """A spoilt message of rows that the decoder knows by now, with logprobs."""
-    seed = pack(scored(draw(st.integers(16, 40)), draw(st.integers(0, 2**17))))
-    return [seed, seed, draw(mangled(seed)), seed]
+    """A spoilt message of rows that the decoder knows by now, with logprobs or many."""
+    token = draw(st.integers(0, 2**17))
+    seeds = [pack(scored(draw(st.integers(16, 40)), token)), pack(many(token))]
+    seed = draw(st.sampled_from(seeds))
+    return [seed, seed, seed, draw(mangled(seed)), seed]
 
 
 @settings(max_examples=300)
@@ -222,6 +224,58 @@ def scored(rows: int = 16, token: int = 0) -> list[Any]:
         logprobs=[[-0.25 * row] for row in range(rows)],
         logprob_ids=tokens,
     )
+
+
+def many(token: int = 0, **columns: Any) -> list[Any]:
+    """So many rows that their constant columns are remembered."""
+    rows = 130
+    usual: dict[str, Any] = {
+        "rids": [f"r{row:020}" for row in range(rows)],
+        "tokens": [[(token + row * 77) % 2**17] for row in range(rows)],
+        "reasons": [""] * rows,
+        "prompt": [row * 3 for row in range(rows)],
+        "completion": [token % 1000 + row for row in range(rows)],
+        "cached": [0] * rows,
+        "logprobs": [[]] * rows,
+        "logprob_ids": [[]] * rows,
+    }
+    return large(**{**usual, **columns})
+
+
+def test_constant_columns_are_not_taken_for_granted() -> None:
+    usual = many()
+    assert agree([pack(many(token)) for token in range(6)]).count(None) == 0
+    names = ("reasons", "prompt", "cached", "tokens", "completion")
+    for index, name in zip((3, 4, 6, 2, 5), names, strict=True):
+        column = usual[index]
+        for row in (0, 60, 129):
+            for item in (None, True, False, 7, "x", [7], [], [True], 2**32, -1, 0xC2):
+                values = many(1, **{name: [*column[:row], item, *column[row + 1 :]]})
+                seen = agree([pack(many(token)) for token in range(3)] + [pack(values)] * 2)
+                assert None not in seen[:3]
+                agree([pack(values)])
+        for wrong in (column[:-1], [*column, column[-1]], column[0], None, [column]):
+            spoilt = pack(many(1, **{name: wrong}))
+            assert agree([pack(usual)] * 3 + [spoilt])[-1] is None
+    # The bytes of the columns elsewhere, and twice.
+    first, second = pack(usual[3]) + pack(usual[4]), pack(usual[6])
+    for values in (
+        many(1, tokens=first),
+        many(1, completion=second),
+        many(1, tokens=[first] * 130),
+        [*usual[:3], usual[3], usual[4], *usual[3:]],
+        [*usual[:5], usual[6], *usual[6:]],
+        [*usual[:3], usual[4], usual[3], *usual[5:]],
+    ):
+        agree([pack(usual)] * 3 + [pack(values), pack(usual)])
+
+
+def test_columns_that_vary_are_decoded() -> None:
+    messages = []
+    for step in range(8):
+        cached = [step % 3] * 130
+        messages.append(pack(many(step, cached=cached, prompt=[step + row for row in range(130)])))
+    assert None not in agree(messages)
 
 
 def test_the_ids_of_logprobs_are_not_taken_for_granted() -> None:

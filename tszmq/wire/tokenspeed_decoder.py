@@ -28,6 +28,7 @@ _HEAD = b"\x9e\xb3" + TAG.encode()  # an array of 14, the tag
 _LARGE_HEADER = b"\xdc"  # of an array of 16 items or more; two bytes for their number follow
 _ELEMENTS = 14
 _LARGE = 16  # rows
+_MANY = 128  # rows from which on it pays to leave out more columns
 _IDS = len(_HEAD) + 3  # where the first id is, in a large batch
 _KEY = 34  # bytes of the first id, which tell engines apart
 _FIRST_ID_END = _IDS + _KEY
@@ -93,12 +94,13 @@ class TokenSpeedDecoder:
             and tail[0] <= MAX_ENGINE_INDEX
         ):
             return None
-        numbers = _integers(values)
+        same = known.same if known and known.same and reasons is known.same.reasons else None
+        numbers = _integers(values, same)
         floats = _floats(logprobs, logprob_ids, tokens) if scored else None
         if not _without_bools(data, start, numbers, floats, rows if large else 0):
             return None
         if large:
-            self._remember(known, rids, reasons, num_finished)
+            self._remember(known, values, num_finished)
         if tail != self._tail:
             self._tail, self._load = tail, engine_load(*tail[1:])
         return EngineBatch(
@@ -142,10 +144,10 @@ class TokenSpeedDecoder:
             raise DecodeError("the bytes that were cut out were something else")
         return values, cut < 0, known
 
-    def _remember(
-        self, known: _Known | None, rids: list[str], reasons: list[str], num_finished: int
-    ) -> None:
-        """The ids that the next batch is likely to start with: those of this one that go on."""
+    def _remember(self, known: _Known | None, values: list[Any], num_finished: int) -> None:
+        """What the next batch is likely to have, after one that was checked: the rows of this
+        one that go on."""
+        rids, reasons = values[1], values[3]
         if known is None:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
@@ -153,25 +155,51 @@ class TokenSpeedDecoder:
             self._known[known.ids[:_KEY]] = known
         elif rids is not known.rids:
             known.join(rids, rids[len(known.rids) :])
+        elif len(rids) >= _MANY and not num_finished:
+            known.learn(reasons, values[4], values[6])
         if num_finished:
             self._known.pop(known.ids[:_KEY], None)
             if known.drop(list(compress(count(), reasons))):
                 self._known[known.ids[:_KEY]] = known
 
 
+@attrs.frozen(eq=False)
+class _Same:
+    """Columns that stay the same while the rows do, checked: as values and as on the wire."""
+
+    reasons: list[str]
+    prompt: list[int]
+    cached: list[int]
+    prompt_numbers: array[int]
+    cached_numbers: array[int]
+    first: bytes  # reasons and prompt, which are neighbours
+    second: bytes  # cached
+
+    @classmethod
+    def of(cls, reasons: list[str], prompt: list[int], cached: list[int]) -> _Same:
+        """Of a large batch that has been checked."""
+        first = pack(reasons) + pack(prompt)
+        numbers = array("I", prompt), array("I", cached)
+        return cls(reasons, prompt, cached, *numbers, first, pack(cached))
+
+
 @attrs.define(eq=False, slots=True)
 class _Known:
-    """The ids of rows.
+    """Rows that have been seen.
 
     Attributes:
-        rids: As values.
+        rids: Their ids, as values.
         ids: As they are on the wire.
         size: Bytes of each there; 0 when they differ.
+        same: Columns that the last batch had as well.
+        varies: There are no such columns, as it turned out.
     """
 
     rids: list[str]
     ids: bytes
     size: int
+    same: _Same | None = None
+    varies: bool = False
 
     @classmethod
     def of(cls, rids: list[str]) -> _Known:
@@ -182,8 +210,17 @@ class _Known:
         same = set(map(len, rids)) == {len(rids[0])} and len(ids) == size * len(rids)
         return cls(rids, ids, size if same else 0)
 
+    def learn(self, reasons: list[str], prompt: list[int], cached: list[int]) -> None:
+        """A batch with just these rows had these columns."""
+        if self.same is None:
+            if not self.varies:
+                self.same = _Same.of(reasons, prompt, cached)
+        elif reasons is not self.same.reasons:
+            self.same, self.varies = None, True
+
     def join(self, rids: list[str], joined: list[str]) -> None:
         """The rows are these, the last of which have joined."""
+        self.same, self.varies = None, False
         ids = list(map(pack, joined))
         if set(map(len, ids)) != {self.size}:
             self.size = 0
@@ -199,6 +236,7 @@ class _Known:
         for row in reversed(ended):
             del rids[row], ids[row * size : (row + 1) * size]
         self.rids, self.ids = rids, bytes(ids)
+        self.same, self.varies = None, False
         return True
 
 
@@ -225,6 +263,10 @@ def _unpack_known(data: bytes, known: _Known, new: int, end: int, last: bytes) -
         "".join(joined)  # proves str
         values[1 : 2 + new] = [known.rids + joined]
         return values
+    if known.same and last:
+        values = _unpack_tokens(data, known, known.same, end, last)
+        if values:
+            return values
     twin = None if last else _twin(data, start)
     if twin is None:
         values = unpack_pieces((_HEAD, HOLE, data[start:end], last))
@@ -238,6 +280,26 @@ def _unpack_known(data: bytes, known: _Known, new: int, end: int, last: bytes) -
             raise DecodeError("the bytes that were cut out were something else")
         values[8] = values[2]
     values[1] = known.rids
+    return values
+
+
+def _unpack_tokens(data: bytes, known: _Known, same: _Same, end: int, last: bytes) -> list[Any]:
+    """The values of a batch with the columns of the one before; none when it has others."""
+    start = _IDS + len(known.ids)
+    first = data.find(same.first[:_PROBE], start)
+    after, second = first + len(same.first), end - len(same.second)
+    if not (
+        0 < first <= after <= second
+        and data.startswith(same.first, first)
+        and data.startswith(same.second, second)
+    ):
+        return []
+    pieces = (HOLE, data[start:first], _TWO_HOLES, data[after:second], HOLE, last)
+    values: list[Any] = unpack_pieces((_HEAD, *pieces))
+    # Each by itself: two hostile values may be nested too deeply to be compared.
+    if values[3] != PLACEHOLDER or values[4] != PLACEHOLDER or values[6] != PLACEHOLDER:
+        raise DecodeError("the bytes that were cut out were something else")
+    values[1], values[3], values[4], values[6] = known.rids, same.reasons, same.prompt, same.cached
     return values
 
 
@@ -268,7 +330,7 @@ def _unpack_small(data: bytes) -> tuple[list[Any], bool, None]:
     return values, not (values[7] == empty and values[8] == empty), None
 
 
-def _integers(values: list[Any]) -> array[int]:
+def _integers(values: list[Any], same: _Same | None) -> array[int]:
     """Tokens, counts and tail in a row: ints in [0, 2**32), or bools.
 
     ``array.fromlist`` takes no other items, in no other row than a list.
@@ -276,9 +338,14 @@ def _integers(values: list[Any]) -> array[int]:
     numbers = array("I")
     add = numbers.fromlist
     any(map(add, values[2]))
-    add(values[4])
-    add(values[5])
-    add(values[6])
+    if same is None:
+        add(values[4])
+        add(values[5])
+        add(values[6])
+    else:  # checked before
+        numbers += same.prompt_numbers
+        add(values[5])
+        numbers += same.cached_numbers
     add(values[9:])
     return numbers
 
