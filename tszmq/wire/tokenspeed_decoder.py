@@ -14,12 +14,11 @@ from itertools import chain, compress, count
 from operator import countOf
 from typing import Any
 
-import attrs
-
-from tszmq.codec import HOLE, PLACEHOLDER, pack, unpack_pieces
+from tszmq.codec import HOLE, PLACEHOLDER, unpack_pieces
 from tszmq.errors import DecodeError
 from tszmq.types import EngineLoad
 from tszmq.wire.base import RUNNING, EngineBatch, OneEach
+from tszmq.wire.tokenspeed_known import KnownRows, SameColumns
 from tszmq.wire.tokenspeed_output import MAX_ENGINE_INDEX, TAG, engine_load, read_batch
 
 __all__ = ["TokenSpeedDecoder"]
@@ -27,7 +26,6 @@ __all__ = ["TokenSpeedDecoder"]
 _HEAD = b"\x9e\xb3" + TAG.encode()  # an array of 14, the tag
 _LARGE_HEADER = b"\xdc"  # of an array of 16 items or more; two bytes for their number follow
 _ELEMENTS = 14
-_LARGE = 16  # rows
 _MANY = 128  # rows from which on it pays to leave out more columns
 _IDS = len(_HEAD) + 3  # where the first id is, in a large batch
 _KEY = 34  # bytes of the first id, which tell engines apart
@@ -55,7 +53,7 @@ class TokenSpeedDecoder:
         self._header = b"\0"  # of the arrays of the last large batch
         self._rows = 0  # how many it had
         self._empty = b""  # both of its logprob columns, when nobody asked for logprobs
-        self._known: dict[bytes, _Known] = {}  # by the start of their ids
+        self._known: dict[bytes, KnownRows] = {}  # by the start of their ids
         self._tail: list[int] = []  # engine index and load of the last usual batch
         self._load: EngineLoad | None = None
 
@@ -118,7 +116,7 @@ class TokenSpeedDecoder:
             self._load,
         )
 
-    def _unpack_large(self, data: bytes) -> tuple[list[Any], bool, _Known | None]:
+    def _unpack_large(self, data: bytes) -> tuple[list[Any], bool, KnownRows | None]:
         """The values of a batch of 16 rows or more, whether any row has logprobs, and the rows
         whose ids its own start with.
 
@@ -144,14 +142,14 @@ class TokenSpeedDecoder:
             raise DecodeError("the bytes that were cut out were something else")
         return values, cut < 0, known
 
-    def _remember(self, known: _Known | None, values: list[Any], num_finished: int) -> None:
+    def _remember(self, known: KnownRows | None, values: list[Any], num_finished: int) -> None:
         """What the next batch is likely to have, after one that was checked: the rows of this
         one that go on."""
         rids, reasons = values[1], values[3]
         if known is None:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
-            known = _Known.of(rids)
+            known = KnownRows.of(rids)
             self._known[known.ids[:_KEY]] = known
         elif rids is not known.rids:
             known.join(rids, rids[len(known.rids) :])
@@ -163,90 +161,13 @@ class TokenSpeedDecoder:
                 self._known[known.ids[:_KEY]] = known
 
 
-@attrs.frozen(eq=False)
-class _Same:
-    """Columns that stay the same while the rows do, checked: as values and as on the wire."""
-
-    reasons: list[str]
-    prompt: list[int]
-    cached: list[int]
-    prompt_numbers: array[int]
-    cached_numbers: array[int]
-    first: bytes  # reasons and prompt, which are neighbours
-    second: bytes  # cached
-
-    @classmethod
-    def of(cls, reasons: list[str], prompt: list[int], cached: list[int]) -> _Same:
-        """Of a large batch that has been checked."""
-        first = pack(reasons) + pack(prompt)
-        numbers = array("I", prompt), array("I", cached)
-        return cls(reasons, prompt, cached, *numbers, first, pack(cached))
-
-
-@attrs.define(eq=False, slots=True)
-class _Known:
-    """Rows that have been seen.
-
-    Attributes:
-        rids: Their ids, as values.
-        ids: As they are on the wire.
-        size: Bytes of each there; 0 when they differ.
-        same: Columns that the last batch had as well.
-        varies: There are no such columns, as it turned out.
-    """
-
-    rids: list[str]
-    ids: bytes
-    size: int
-    same: _Same | None = None
-    varies: bool = False
-
-    @classmethod
-    def of(cls, rids: list[str]) -> _Known:
-        """Of a large batch."""
-        ids = pack(rids)[3:]
-        size = len(pack(rids[0]))
-        # Characters are bytes where there are no more of these.
-        same = set(map(len, rids)) == {len(rids[0])} and len(ids) == size * len(rids)
-        return cls(rids, ids, size if same else 0)
-
-    def learn(self, reasons: list[str], prompt: list[int], cached: list[int]) -> None:
-        """A batch with just these rows had these columns."""
-        if self.same is None:
-            if not self.varies:
-                self.same = _Same.of(reasons, prompt, cached)
-        elif reasons is not self.same.reasons:
-            self.same, self.varies = None, True
-
-    def join(self, rids: list[str], joined: list[str]) -> None:
-        """The rows are these, the last of which have joined."""
-        self.same, self.varies = None, False
-        ids = list(map(pack, joined))
-        if set(map(len, ids)) != {self.size}:
-            self.size = 0
-        self.ids += b"".join(ids)
-        self.rids = rids
-
-    def drop(self, ended: list[int]) -> bool:
-        """Leave those rows out; False when that cannot be done, or leaves no large batch."""
-        size = self.size
-        if not size or len(self.rids) - len(ended) < _LARGE:
-            return False
-        rids, ids = list(self.rids), bytearray(self.ids)
-        for row in reversed(ended):
-            del rids[row], ids[row * size : (row + 1) * size]
-        self.rids, self.ids = rids, bytes(ids)
-        self.same, self.varies = None, False
-        return True
-
-
 @lru_cache(64)
 def _head(elements: int) -> bytes:
     """The start of a message of so many elements, up to its ids."""
     return b"\xdc" + elements.to_bytes(2, "big") + _HEAD[1:]
 
 
-def _unpack_known(data: bytes, known: _Known, new: int, end: int, last: bytes) -> list[Any]:
+def _unpack_known(data: bytes, known: KnownRows, new: int, end: int, last: bytes) -> list[Any]:
     """The values of a batch that starts with known rows.
 
     Args:
@@ -283,7 +204,9 @@ def _unpack_known(data: bytes, known: _Known, new: int, end: int, last: bytes) -
     return values
 
 
-def _unpack_tokens(data: bytes, known: _Known, same: _Same, end: int, last: bytes) -> list[Any]:
+def _unpack_tokens(
+    data: bytes, known: KnownRows, same: SameColumns, end: int, last: bytes
+) -> list[Any]:
     """The values of a batch with the columns of the one before; none when it has others."""
     start = _IDS + len(known.ids)
     first = data.find(same.first[:_PROBE], start)
@@ -330,7 +253,7 @@ def _unpack_small(data: bytes) -> tuple[list[Any], bool, None]:
     return values, not (values[7] == empty and values[8] == empty), None
 
 
-def _integers(values: list[Any], same: _Same | None) -> array[int]:
+def _integers(values: list[Any], same: SameColumns | None) -> array[int]:
     """Tokens, counts and tail in a row: ints in [0, 2**32), or bools.
 
     ``array.fromlist`` takes no other items, in no other row than a list.
