@@ -83,7 +83,9 @@ def stream_many(
 
 def _iterate(batch: _Batch) -> Iterator[tuple[int, Any]]:
     try:
-        yield from batch.outcomes()
+        for outcome in batch.outcomes():
+            yield outcome
+            batch.check_process()
     finally:
         batch.abort_rest()
 
@@ -327,6 +329,10 @@ class _Batch:
                 raise outcome
             yield index, outcome
         self._report()
+
+    def check_process(self) -> None:
+        """Raises ForkedClient in a forked child: what the caller waits for is not there."""
+        self._session.check_process()
 
     def abort_rest(self) -> None:
         """Whatever happened: nothing of this call stays unfinished, and no place is queued for."""

@@ -536,6 +536,8 @@ first = next(stream)
 bound = Client.bind("tcp://127.0.0.1:*")
 results = client.as_completed([[3], [4]], LONG)
 next(results)
+chunks = client.stream_many([[6], [7]], LONG)
+next(chunks)
 child = os.fork()
 if child == 0:
     signal.alarm(20)
@@ -549,6 +551,8 @@ if child == 0:
         "next": lambda: next(stream),
         "result": lambda: stream.result(),
         "connect": lambda: bound.connect(1),
+        "results": lambda: next(results),
+        "chunks": lambda: next(chunks),
     }
     for name, call in calls.items():
         try:
@@ -566,7 +570,7 @@ if child == 0:
     bound.close()
     with client:
         pass
-    del stream, results, client, bound
+    del stream, results, chunks, client, bound
     import gc
     gc.collect()
     print("child done", flush=True)
@@ -579,6 +583,7 @@ done = stream.result(20)
 print("stream", done.finish_reason, len(done.token_ids))
 print("again", client.generate([5], SamplingParams(max_tokens=3)).finish_reason)
 print("rest", len(list(results)))
+print("chunks", len(list(chunks)) > 0)
 client.close()
 bound.close()
 print("leaving", flush=True)
@@ -598,6 +603,7 @@ def test_fork(client_and_engines, run_script, short_dir):
         "stream length 200",
         "again length",
         "rest 1",
+        "chunks True",
         "leaving",
     ]
     exits_cleanly(result)

@@ -794,3 +794,29 @@ def test_bad_options(options):
     """InvalidRequest or TypeError before anything is bound."""
     with pytest.raises((tszmq.InvalidRequest, TypeError)):
         Client.bind(LOOPBACK, **options)
+
+
+FEW_DESCRIPTORS = """
+import os, resource, sys
+import tszmq
+
+path = sys.argv[1]
+tszmq.Client.bind(f"ipc://{path}/first.sock").close()
+used = max(map(int, os.listdir("/proc/self/fd"))) + 1
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+for spare in (0, 3, 6, 12):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + spare, hard))
+    try:
+        tszmq.Client.bind(f"ipc://{path}/second.sock").close()
+    except tszmq.ConnectError as error:
+        print("refused", "descriptors" in str(error))
+resource.setrlimit(resource.RLIMIT_NOFILE, (used + 200, hard))
+tszmq.Client.bind(f"ipc://{path}/second.sock").close()
+print("bound")
+"""
+
+
+def test_few_descriptors_are_a_clear_error(run_script, short_dir):
+    """And do not end the process, as they would inside libzmq."""
+    result = run_script(FEW_DESCRIPTORS, str(short_dir))
+    assert result.output.splitlines() == ["refused True"] * 4 + ["bound"], result

@@ -702,6 +702,19 @@ def test_a_step_that_counts_too_much_ends_the_request(row):
     place.check()
 
 
+def test_requests_that_end_without_a_token_are_forgotten():
+    """Beside rows that go on for as long as the engine is busy."""
+    place = Place()
+    busy = place.admit()
+    place.apply((busy, [1]))
+    for step in range(20):
+        refused = place.admit()
+        place.apply((busy, [step]), (refused, [], "abort"))
+        assert refused.end is not None
+    assert place.flights._rows[0].unstarted == []
+    place.check()
+
+
 def test_a_request_that_is_named_twice_ends_once_and_for_all():
     place = Place()
     a, b = place.admit(), place.admit()

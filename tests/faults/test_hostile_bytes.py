@@ -385,3 +385,25 @@ def test_nobody_takes_the_place_of_an_engine_by_its_name(client_and_engines, pee
     eventually(lambda: client.engines[0].alive)
     for engine in (again, engines[1]):
         answer_one(client, engine)
+
+
+@pytest.mark.parametrize("how", ["says so", "dies"])
+def test_a_start_up_that_fails_lets_nobody_in(client_and_engines, peers, how):
+    """While an engine starts, its identity may be taken over: not any longer than that."""
+    client, engines = client_and_engines(2)
+    engines[1].close()
+    eventually(lambda: not client.engines[1].alive)
+    again = client_and_engines.engine(client.endpoints.handshake, 1)
+    again.hello()
+    again.wait_init()
+    if how == "says so":
+        again.say("FAILED")
+    again.close()
+    # Greeted once more means that the failure has been understood.
+    third = client_and_engines.engine(client.endpoints.handshake, 1)
+    third.hello()
+    third.wait_init()
+    third.say("FAILED")
+    eventually(lambda: client._session.shared.muster.failed)
+    peers(zmq.DEALER, client.endpoints.input, identity(0), wait=True)
+    answer_one(client, engines[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -306,6 +307,51 @@ def test_the_ids_of_logprobs_are_not_taken_for_granted() -> None:
     with_text = scored(40)
     with_text[9] = pack(usual[8])  # as bytes of one value, where the index should be
     assert agree([pack(usual), pack(usual), pack(with_text)])[-1] is None
+
+
+def test_ids_of_other_lengths_in_bytes_than_in_characters() -> None:
+    """They are remembered as they are on the wire, also when some of them leave."""
+    kinds = ["\u00e9", "", "\u00e9\u00e9", *["\u00e9"] * 17]
+    rids = [kind + f"{row:030}"[len(kind) :] for row, kind in enumerate(kinds)]
+    ended = ["", "stop", *[""] * 18]
+    columns: dict[str, Any] = {
+        "tokens": [[row] for row in range(20)],
+        "prompt": [5] * 20,
+        "completion": [5] * 20,
+        "cached": [0] * 20,
+        "logprobs": [[]] * 20,
+        "logprob_ids": [[]] * 20,
+    }
+    first = large(rids=rids, reasons=ended, **columns)
+    left = {name: column[1:] for name, column in columns.items()}
+    second = large(rids=[rids[0], *rids[2:]], reasons=[""] * 19, **left)
+    outcomes = agree([pack(first), pack(second), pack(second), pack(second)])
+    assert None not in outcomes
+
+
+def test_a_large_header_of_few_rows() -> None:
+    few = {name: value[:15] for name, value in zip(
+        ("rids", "tokens", "reasons", "prompt", "completion", "cached", "logprobs", "logprob_ids"),
+        large()[1:9], strict=True)}  # fmt: skip
+    messages = []
+    for first in ("\u00e9123456789", "123456789"):
+        data = pack(large(**{**few, "rids": [first, *few["rids"][1:]]}))
+        messages.append(data[:21] + b"\xdc\x00\x0f" + data[22:])
+    assert None not in agree(messages)
+
+
+def test_a_bool_is_found_beside_logprobs_of_any_width() -> None:
+    value = -(2.0**36)  # its eight bytes have more of the bytes of a bool than its four
+    usual = scored(20)
+    usual[7] = [[value]] * 20
+    usual[4] = [5] * 20
+    data = pack(usual)
+    wide, narrow = b"\xcb" + struct.pack(">d", value), b"\xca" + struct.pack(">f", value)
+    prompt = data.index(pack(usual[4])) + 3
+    spoilt = data[:prompt] + b"\xc3" + data[prompt + 1 :]
+    assert None not in agree([data, data.replace(wide, narrow)])
+    for narrowed in range(4):
+        assert agree([spoilt.replace(wide, narrow, narrowed)]) == [None]
 
 
 EMPTY = pack([[]] * 16) * 2

@@ -161,6 +161,8 @@ class Rows:
         self._steps.forget()
         if not self._are_distinct() or len(self.sources) != 1:
             return  # they stay forgotten
+        if self.unstarted:
+            self.unstarted = [request for request in self.unstarted if request.end is None]
         left = list(ids)
         for position in sorted(ended, reverse=True):
             self._distinct.discard(left.pop(position))
@@ -185,7 +187,7 @@ class Rows:
         started = [r for r in self.unstarted if r.tokens and r.first is None]
         for request in started:
             request.first = now
-        self.unstarted = [request for request in self.unstarted if not request.tokens]
+        self.unstarted = [r for r in self.unstarted if not r.tokens and r.end is None]
         return started
 
     # -- one token each

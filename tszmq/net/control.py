@@ -55,6 +55,7 @@ _GRACE = 0.1  # between the loss of an engine's input connection and its request
 _CUT_OFF_GRACE = 0.5  # for the loss of its output connection alone
 _BLAME_GRACE = 0.5  # for a connection to close that tells who sent a nameless sentinel
 _REGISTRATION_GRACE = 1.0  # after READY, when a successor waits
+_REDIAL_SECONDS = 0.35
 _CLOSING_LINGER_MS = 200  # for the last aborts to leave
 _JOIN_SECONDS = 5.0
 _ABORTS_A_MESSAGE = 1024
@@ -130,7 +131,7 @@ class _Control:
             settings.parallel_config,
             self._connections,
             sockets.monitors[0].is_open,
-            before_init=partial(self._input.setsockopt, zmq.ROUTER_HANDOVER, 1),
+            before_init=self._allow_takeovers,
         )
         self._outbox = Outbox(self._input, settings.send_timeout)
         self._silence = SilenceWatch(settings.silence_timeout, settings.silence_warning)
@@ -143,9 +144,15 @@ class _Control:
         self._sweeping = False
         self._quiet = False
         self._poller = zmq.Poller()
+        self._greeting = False
+        if sockets.is_placed:
+            # Engines of an earlier client dial at intervals of 0.1 s: let them come first, so
+            # that those who register here take their places, and not the other way round.
+            self._at(_REDIAL_SECONDS, self._begin_greeting)
+        else:
+            self._begin_greeting()
         for readable in (
             shared.mailbox.fileno(),
-            self._greeter.socket,
             self._input,
             *(monitor.socket for monitor in sockets.monitors),
         ):
@@ -201,14 +208,23 @@ class _Control:
     # -- engines come
 
     def _greet(self) -> None:
-        if self._greeter.read(_MESSAGES_A_TURN):
+        if self._greeting and self._greeter.read(_MESSAGES_A_TURN):
             stalled = self._startup.stalled()
             if stalled:
-                self._at(_REGISTRATION_GRACE, partial(self._greeter.replace, stalled))
+                self._at(_REGISTRATION_GRACE, partial(self._replace, stalled))
             if not self._sweeping and not self._startup.is_settled():
                 self._sweeping = True
                 self._at(_SWEEP_SECONDS, self._sweep)
             self._publish_muster()
+
+    def _replace(self, stalled: list[int]) -> None:
+        self._greeter.replace(stalled)
+        self._publish_muster()
+
+    def _begin_greeting(self) -> None:
+        self._greeting = True
+        self._poller.register(self._greeter.socket, zmq.POLLIN)
+        self._greet()
 
     def _sweep(self) -> None:
         """While engines come, connections end and descriptors are used again within a moment:
@@ -244,9 +260,6 @@ class _Control:
     def _register(self, info: EngineInfo, fd: int) -> None:
         index = info.engine_index
         self._startup.registered(index)
-        if not self._startup.pending():
-            # Who dials in from here on with the identity of an engine is not that engine.
-            self._input.setsockopt(zmq.ROUTER_HANDOVER, 0)
         with self._shared.state as flights:
             epoch = flights.register(info, time.monotonic())
         connection = self._connections.number(fd, self._sockets.monitors[1].is_open(fd))
@@ -256,7 +269,12 @@ class _Control:
         self._publish_muster()
         log.info("tszmq: engine %d registered (%s)", index, info.engine_version)
 
+    def _allow_takeovers(self) -> None:
+        """Only while an engine is on its way may one that dials in take an identity in use."""
+        self._input.setsockopt(zmq.ROUTER_HANDOVER, int(self._startup.pending()))
+
     def _publish_muster(self) -> None:
+        self._allow_takeovers()
         self._shared.muster = Muster(
             self._startup.num_missing(), self._startup.describe_missing(), self._greeter.failed
         )

@@ -18,6 +18,7 @@ Options and why: ``limits`` in parentheses were measured on libzmq 4.3.5.
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any, Generic, TypeVar
 
@@ -39,6 +40,7 @@ WAKE = b"tszmq-wake"
 """Tells the receiver to look at its orders. Anyone may send it: it says nothing itself."""
 
 
+_DESCRIPTORS = 24
 _STARTUP_MESSAGES = 16
 _STARTUP_BYTES = 1 << 20
 """Engines say one or two things on each ROUTER, of some hundred bytes."""
@@ -172,6 +174,8 @@ class Sockets:
         output: PULL: tokens in.
         monitors: Of handshake, input and output.
         endpoints: The addresses actually bound.
+        is_placed: The caller chose where ``input`` is, so that engines of an earlier client may
+            know it.
         files: What they are on disk.
     """
 
@@ -182,6 +186,7 @@ class Sockets:
     output: Owned[zmq.Socket[bytes]]
     monitors: tuple[Monitor, Monitor, Monitor]
     endpoints: Endpoints
+    is_placed: bool
     files: IpcFiles
 
 
@@ -257,6 +262,7 @@ def bind_sockets(endpoints: Endpoints, max_message_bytes: int) -> Sockets:
     Raises:
         ConnectError: An address cannot be bound; nothing stays bound.
     """
+    _require_descriptors()
     binder = _Binder(max_message_bytes)
     try:
         output, output_address = binder.bind(
@@ -270,6 +276,9 @@ def bind_sockets(endpoints: Endpoints, max_message_bytes: int) -> Sockets:
         orders.connect("inproc://orders")
         handshake, handshake_address = binder.bind(zmq.ROUTER, endpoints.handshake)
         monitors = (Monitor(handshake), Monitor(input_), Monitor(output, asks_who=True))
+    except zmq.ZMQError as error:
+        binder.undo()
+        raise ConnectError(f"cannot make the client's sockets: {error}") from error
     except BaseException:
         binder.undo()
         raise
@@ -281,8 +290,29 @@ def bind_sockets(endpoints: Endpoints, max_message_bytes: int) -> Sockets:
         output=Owned(output),
         monitors=monitors,
         endpoints=Endpoints(handshake_address, input_address, output_address),
+        is_placed=endpoints.input is not None,
         files=binder.files,
     )
+
+
+def _require_descriptors() -> None:
+    """libzmq ends the process when it finds none for its own threads.
+
+    Raises:
+        ConnectError: There are too few.
+    """
+    opened: list[int] = []
+    try:
+        while len(opened) < _DESCRIPTORS:
+            opened.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as error:
+        raise ConnectError(
+            f"a client takes about {_DESCRIPTORS} file descriptors: {error}; close some, or "
+            "raise the limit (ulimit -n)"
+        ) from error
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
 
 
 def _data_address(handshake: str, binder: _Binder, name: str) -> str:

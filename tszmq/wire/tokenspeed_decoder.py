@@ -18,7 +18,7 @@ from tszmq.codec import HOLE, PLACEHOLDER, unpack_pieces
 from tszmq.errors import DecodeError
 from tszmq.types import EngineLoad
 from tszmq.wire.base import RUNNING, EngineBatch, OneEach
-from tszmq.wire.tokenspeed_known import KnownRows, SameColumns
+from tszmq.wire.tokenspeed_known import LARGE, KnownRows, SameColumns
 from tszmq.wire.tokenspeed_output import MAX_ENGINE_INDEX, TAG, engine_load, read_batch
 
 __all__ = ["TokenSpeedDecoder"]
@@ -95,7 +95,11 @@ class TokenSpeedDecoder:
         same = known.same if known and known.same and reasons is known.same.reasons else None
         numbers = _integers(values, same)
         floats = _floats(logprobs, logprob_ids, tokens) if scored else None
-        if not _without_bools(data, start, numbers, floats, rows if large else 0):
+        if scored:
+            plain = _are_ints(tokens, logprob_ids, prompt, completion, cached, tail)
+        else:
+            plain = _without_bools(data[start:], numbers, rows if large else 0)
+        if not plain:
             return None
         if large:
             self._remember(known, values, num_finished)
@@ -147,6 +151,8 @@ class TokenSpeedDecoder:
         one that go on."""
         rids, reasons = values[1], values[3]
         if known is None:
+            if len(rids) < LARGE:
+                return  # a header that is longer than it has to be
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
             known = KnownRows.of(rids)
@@ -292,29 +298,29 @@ def _floats(logprobs: Any, logprob_ids: Any, tokens: list[list[int]]) -> array[f
     return floats
 
 
-def _without_bools(
-    data: bytes, start: int, numbers: array[int], floats: array[float] | None, header_count: int
-) -> bool:
-    """Whether no bool is among what passed for an int.
+def _are_ints(tokens: list[list[int]], logprob_ids: list[list[int]], *columns: list[int]) -> bool:
+    """Whether no bool is among what passed for an int; beside logprobs."""
+    rows = tokens if logprob_ids is tokens else chain(tokens, logprob_ids)
+    kinds = set(map(type, chain.from_iterable(rows)))
+    return kinds.union(*(map(type, column) for column in columns)) == {int}
+
+
+def _without_bools(data: bytes, numbers: array[int], header_count: int) -> bool:
+    """The same, in less time, where no row has logprobs.
 
     On the wire a bool is a byte 0xc2 or 0xc3; an int has as many of these bytes there, at
-    whatever width, as in its four bytes in the array, and a float in its eight. So when the
-    message from ``start`` on has no more of them than the arrays, none of them is a bool.
+    whatever width, as in its four bytes in the array. (A float has not: it may have four or
+    eight.) So when the message has no more of them than the array, none of them is a bool.
 
     Args:
-        data: The message.
-        start: An offset no later than the end of its ids.
+        data: The message, at the latest from the end of its ids on.
         numbers: As from ``_integers``: the tokens, three counts a row and five of the tail.
-        floats: The logprobs, whose column of ids repeats the tokens; or None.
         header_count: Rows, where the columns' headers have two bytes for it.
     """
-    suspects = _suspects_in(data[start:])
-    if not suspects:
-        return True
-    found = _suspects_in(numbers.tobytes()) + 7 * _suspects_in(header_count.to_bytes(2, "big"))
-    if floats is not None:
-        found += _suspects_in(numbers[: len(floats)].tobytes()) + _suspects_in(floats.tobytes())
-    return suspects == found
+    suspects = _suspects_in(data)
+    return not suspects or suspects == _suspects_in(numbers.tobytes()) + 7 * _suspects_in(
+        header_count.to_bytes(2, "big")
+    )
 
 
 def _suspects_in(data: bytes) -> int:

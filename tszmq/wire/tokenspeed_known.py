@@ -58,10 +58,8 @@ class KnownRows:
     def of(cls, rids: list[str]) -> KnownRows:
         """Of a large batch."""
         ids = pack(rids)[3:]
-        size = len(pack(rids[0]))
-        # Characters are bytes where there are no more of these.
-        same = set(map(len, rids)) == {len(rids[0])} and len(ids) == size * len(rids)
-        return cls(rids, ids, size if same else 0)
+        same = set(map(len, rids)) == {len(rids[0])} and "".join(rids).isascii()
+        return cls(rids, ids, len(pack(rids[0])) if same else 0)
 
     def learn(self, reasons: list[str], prompt: list[int], cached: list[int]) -> None:
         """A batch with just these rows had these columns."""
