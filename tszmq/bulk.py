@@ -15,8 +15,8 @@ from tszmq.core.request import ABORTED, Group, Request
 from tszmq.errors import ClientClosed, DeadlineExceeded, ForkedClient, InvalidRequest, TszmqError
 from tszmq.net.control import deadline_end
 from tszmq.net.gate import Gate
-from tszmq.net.mailbox import Add, Do, Settle
-from tszmq.net.submit import admit, expire_at, give_up, withdraw_all
+from tszmq.net.mailbox import Do, Settle
+from tszmq.net.submit import admit, expire_at, give_up, send, withdraw_all
 from tszmq.ownership import holds_a_lock
 from tszmq.prepare import check_timeout
 from tszmq.progress import PROGRESS_SECONDS, meter
@@ -219,7 +219,7 @@ class _Batch:
         else:
             if placed:
                 self._queued = False
-                self._session.shared.mailbox.post(Add(request, frames))
+                send(self._session, request, frames)
                 if self._deadline is not None and self._timeout is not None:
                     # This thread may be in the caller's code by then.
                     expire_at(self._session, request, self._deadline, self._timeout)

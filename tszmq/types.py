@@ -283,7 +283,9 @@ class Endpoints:
 
     Args:
         handshake: Where engines say HELLO, such as ``"tcp://127.0.0.1:30500"``.
-        input: Where engines take requests from; None lets the client choose.
+        input: Where engines take requests from; None lets the client choose. Better so: engines
+            of an earlier client cannot know an address that is new each time, while one that
+            stays the same is waited at for a moment, so that they come before those that serve.
         output: Where engines send tokens to; None lets the client choose.
     """
 

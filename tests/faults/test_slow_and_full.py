@@ -98,14 +98,14 @@ def test_nobody_waits_for_an_engine_that_does_not_read(reluctant, endpoints):
         slowest = max(slowest, timed(call)[1])
     for stream in streams[::100]:
         slowest = max(slowest, timed(stream.close)[1])
-    assert slowest < 1.0 * UNIT
+    assert slowest < PATIENCE
     for _ in range(5):
-        assert timed(answer_one, client, engines[0])[1] < 2 * UNIT
+        assert timed(answer_one, client, engines[0])[1] < PATIENCE
     _, took = timed(client.abort_all)
-    assert took < 2 * UNIT
+    assert took < PATIENCE
     assert inflight(client) == [0, 0]
     _, took = timed(client.close)
-    assert took < 3 * UNIT
+    assert took < PATIENCE
 
 
 def test_a_burst_larger_than_every_queue_arrives_in_order(reluctant, endpoints):
@@ -146,7 +146,7 @@ def test_an_engine_that_never_reads_is_dead_alone(reluctant, client_and_engines,
     stays_true(lambda: client.engines[1].alive, 1.0 * UNIT)  # what fits is sent, and that is all
     started = time.monotonic()
     with contextlib.suppress(tszmq.EngineDead):
-        doomed.extend(client.stream([1] * 2000, LONG, data_parallel_rank=1) for _ in range(100_000))
+        doomed.extend(client.stream([1] * 2000, LONG, data_parallel_rank=1) for _ in range(20_000))
     for stream in doomed:
         with pytest.raises(tszmq.EngineDead) as caught:
             stream.result(PATIENCE)

@@ -148,9 +148,9 @@ class _Control:
         if sockets.is_placed:
             # Engines of an earlier client dial at intervals of 0.1 s: let them come first, so
             # that those who register here take their places, and not the other way round.
-            self._at(_REDIAL_SECONDS, self._begin_greeting)
+            self._at(_REDIAL_SECONDS, self._open_door)
         else:
-            self._begin_greeting()
+            self._open_door()
         for readable in (
             shared.mailbox.fileno(),
             self._input,
@@ -221,10 +221,9 @@ class _Control:
         self._greeter.replace(stalled)
         self._publish_muster()
 
-    def _begin_greeting(self) -> None:
+    def _open_door(self) -> None:
         self._greeting = True
         self._poller.register(self._greeter.socket, zmq.POLLIN)
-        self._greet()
 
     def _sweep(self) -> None:
         """While engines come, connections end and descriptors are used again within a moment:

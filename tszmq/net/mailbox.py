@@ -127,6 +127,9 @@ class Stop:
     quiet: bool = False
 
 
+_CROWD = 64  # items
+
+
 class Mailbox:
     """Posts from any thread to the control thread."""
 
@@ -147,6 +150,10 @@ class Mailbox:
                 self._writer.send(b"\0")
             except OSError:  # full: it is awake anyway; closed: nobody is there any more
                 pass
+
+    def is_crowded(self) -> bool:
+        """Whether the control thread is far behind."""
+        return len(self._items) > _CROWD
 
     def fileno(self) -> int:
         """For the control thread's poller."""

@@ -13,7 +13,7 @@ from tszmq.net.session import Session
 from tszmq.net.shared import Shared, wake_all
 from tszmq.ownership import holds_a_lock
 
-__all__ = ["admit", "expire_at", "give_up", "submit", "withdraw", "withdraw_all"]
+__all__ = ["admit", "expire_at", "give_up", "send", "submit", "withdraw", "withdraw_all"]
 
 
 def admit(session: Session, request: Request, pinned: int | None, ticket: Wakeable) -> bool:
@@ -61,7 +61,20 @@ def submit(
         admit(session, request, pinned, request.gate)
     else:
         _wait_for_place(session, request, pinned, deadline)
-    session.shared.mailbox.post(Add(request, frames))
+    send(session, request, frames)
+
+
+def send(session: Session, request: Request, frames: list[bytes]) -> None:
+    """Hand a request that has its place to the control thread.
+
+    A caller that submits without a pause keeps the interpreter for a switch interval at a time,
+    and the control thread lets go of it with each frame: it would send some hundred requests a
+    second. So whoever is far ahead of it makes way.
+    """
+    mailbox = session.shared.mailbox
+    mailbox.post(Add(request, frames))
+    if mailbox.is_crowded():
+        time.sleep(0)
 
 
 def _wait_for_place(
