@@ -209,13 +209,16 @@ class _Control:
 
     def _greet(self) -> None:
         if self._greeting and self._greeter.read(_MESSAGES_A_TURN):
-            stalled = self._startup.stalled()
-            if stalled:
-                self._at(_REGISTRATION_GRACE, partial(self._replace, stalled))
+            self._look_for_stalled()
             if not self._sweeping and not self._startup.is_settled():
                 self._sweeping = True
                 self._at(_SWEEP_SECONDS, self._sweep)
             self._publish_muster()
+
+    def _look_for_stalled(self) -> None:
+        stalled = self._startup.stalled()
+        if stalled:
+            self._at(_REGISTRATION_GRACE, partial(self._replace, stalled))
 
     def _replace(self, stalled: list[int]) -> None:
         self._greeter.replace(stalled)
@@ -298,6 +301,7 @@ class _Control:
             self._read_input()
         for connection in gone:
             self._greeter.closed(connection)
+            self._look_for_stalled()  # its successor may have said HELLO before
             index = self._index_of.pop(connection, None)
             if index is not None and self._links[index].connection == connection:
                 self._begin_death(index, "its connection closed: it was killed, or it exited")
