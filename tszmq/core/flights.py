@@ -271,17 +271,15 @@ class Flights:
         """
         index = -1 if batch.engine_index is None else batch.engine_index
         rows = self._rows.get(index)
-        same = rows is not None and rows.are(batch.request_ids)
-        if rows is None or not same:
+        if rows is None or not (
+            rows.are(batch.request_ids) or rows.grow(batch.request_ids, self.requests)
+        ):
             known, rows = self._resolve(batch, rows)
             if not rows.requests:
                 return Applied([], [], self._apply_load(batch, now))
             batch = known
         elif rows.take_step(batch):
-            self.routing.advance(index, batch.load, len(rows.arrays))
-            self.engines[index].last_output = now
-            rows.hidden = rows.nothing_to_do.hidden
-            return rows.nothing_to_do
+            return self._apply_step(rows, batch, now)
         else:
             rows.spill()
         rows.store(batch.token_ids)
@@ -294,9 +292,21 @@ class Flights:
         self._commit(rows, batch, ended, now)
         for position in gaps:
             rows.take_back(position, len(batch.token_ids[position]))
-        if same and counted:
+        if counted:
             rows.open_steps()
         return self._deliver(rows, batch, ended, now)
+
+    def _apply_step(self, rows: Rows, batch: EngineBatch, now: float) -> Applied:
+        """The rest of ``apply`` for a batch whose tokens the rows keep together."""
+        if batch.num_finished or rows.unstarted:
+            ended = self._ends(rows, batch) if batch.num_finished else {}
+            rows.deal_to(ended)
+            self._commit(rows, batch, ended, now)
+            return self._deliver(rows, batch, ended, now)
+        self.routing.advance(rows.source, batch.load, len(rows.arrays))
+        self.engines[rows.source].last_output = now
+        rows.hidden = rows.nothing_to_do.hidden
+        return rows.nothing_to_do
 
     def _resolve(self, batch: EngineBatch, last: Rows | None) -> tuple[EngineBatch, Rows]:
         """Whose rows these are; without those of requests that are not (or no longer) ours.
@@ -307,8 +317,6 @@ class Flights:
         """
         if last is not None:
             last.spill()
-            if last.grow(batch.request_ids, self.requests):
-                return batch, last
         found = list(map(self.requests.get, batch.request_ids))
         if None in found:
             batch = only_rows(batch, [i for i, row in enumerate(found) if row is not None])

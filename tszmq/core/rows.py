@@ -125,7 +125,7 @@ class Rows:
         return True
 
     def grow(self, ids: list[str], known: Mapping[str, Request]) -> bool:
-        """Take in the rows that a batch has after these, none of which has tokens to be dealt out.
+        """Take in the rows that a batch has after these.
 
         Returns:
             False, having done nothing, when the batch's rows are others.
@@ -139,12 +139,19 @@ class Rows:
             return False
         if not self._distinct.isdisjoint(new) or set(map(_engine_of, joined)) != self.sources:
             return False
+        arrays = [request.tokens for request in joined]
+        scored = sum(request.logprobs is not None for request in joined)
+        if bool(self._scored) != bool(scored) or scored not in (0, len(joined)):
+            self.spill()
+            self._steps.forget()  # it is for rows that all have logprobs, or none
+        elif not self._steps.has_room(len(arrays)):
+            self.spill()
+        self._steps.join(arrays)
         self.ids = ids
         self._distinct.update(new)
         self.requests += joined
-        self.arrays += [request.tokens for request in joined]
+        self.arrays += arrays
         self.unstarted += [request for request in joined if request.first is None]
-        self._steps.forget()
         for request in joined:
             if request.streaming or request.logprobs is not None:
                 self._find_readers()
@@ -158,8 +165,8 @@ class Rows:
             ended: Their positions.
             ids: Of all the rows, as they were.
         """
-        self._steps.forget()
         if not self._are_distinct() or len(self.sources) != 1:
+            self._steps.forget()
             return  # they stay forgotten
         if self.unstarted:
             self.unstarted = [request for request in self.unstarted if request.end is None]
@@ -167,6 +174,7 @@ class Rows:
         for position in sorted(ended, reverse=True):
             self._distinct.discard(left.pop(position))
             del self.requests[position], self.arrays[position]
+            self._steps.drop(position)
         if self.streams or self._scored:
             self._find_readers()
         self.ids = left
@@ -183,11 +191,13 @@ class Rows:
         """Those whose first token has come with this batch."""
         if not self.unstarted:
             return []
-        # Another batch, with other rows, may have brought it before.
-        started = [r for r in self.unstarted if r.tokens and r.first is None]
+        # Another batch, with other rows, may have brought it before. What is kept together
+        # brought every row one.
+        kept = bool(self._steps)
+        started = [r for r in self.unstarted if (kept or r.tokens) and r.first is None]
         for request in started:
             request.first = now
-        self.unstarted = [r for r in self.unstarted if not r.tokens and r.end is None]
+        self.unstarted = [r for r in self.unstarted if r.first is None and r.end is None]
         return started
 
     # -- one token each
@@ -200,13 +210,17 @@ class Rows:
         """
         if not self._steps.take(batch, bool(self._scored)):
             return False
-        if self._steps.are_many(len(self.arrays)):
+        if self._steps.full:
             self.spill()
         return True
 
+    def deal_to(self, ended: Iterable[int]) -> None:
+        """Deal out what the third shortcut kept for those that end with it."""
+        for position in ended:
+            self._steps.deal_to(position, self.arrays[position], self.requests[position].logprobs)
+
     def open_steps(self) -> None:
-        """Offer the third shortcut to the next batch, after one that went the long way and had
-        the rows of the one before."""
+        """Offer the third shortcut to the next batch, after one that went the long way."""
         if self._are_distinct() and len(self._scored) in (0, len(self.arrays)):
             self._steps.open()
 

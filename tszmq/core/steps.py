@@ -1,63 +1,93 @@
 """How many tokens each row has, and batches of one token a row, which are dealt out later.
 
-Most batches bring exactly one token for each of the same rows. Such a batch is appended whole to
-one array, and dealt out when somebody needs the tokens, with one strided copy a row. That each
+Most batches bring exactly one token for each row. Such a batch is appended whole to one array,
+the block, and dealt out when somebody needs the tokens, with one strided copy a row. That each
 row's count has grown by exactly one is checked for all rows at once, with one addition and one
 comparison of long integers.
+
+Rows may end and join meanwhile: in the block every row has a lane of its own, the lane of a row
+that ended stays empty, and a row that joins gets one that was spare. ::
+
+    step 0   a b c d . .
+    step 1   a b c d . .      c ended
+    step 2   a b . d e .      e joined
 """
 
 from __future__ import annotations
 
 import sys
 from array import array
+from bisect import insort
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
-from tszmq.wire.base import EngineBatch
+from tszmq.wire.base import EngineBatch, OneEach
 
 __all__ = ["Steps"]
 
 _MOST = 64  # steps kept: bounds how long it takes to deal them out
+_ROWS_A_SPARE = 4  # one spare lane for so many rows
+_N = TypeVar("_N", int, float)
 
 
 class Steps:
-    """Counts of an engine's rows, and tokens of theirs that have not been dealt out."""
+    """Counts of an engine's rows, and tokens of theirs that have not been dealt out.
 
-    __slots__ = ("_lengths", "_logprobs", "_open", "_tokens")
+    A row's position is its place in the batches; its first is where its tokens start in the
+    block: in its lane, at the step with which it joined.
+
+    Attributes:
+        full: It is time to deal out what is kept.
+    """
+
+    __slots__ = (
+        "_counts",
+        "_firsts",
+        "_holes",
+        "_logprobs",
+        "_most",
+        "_open",
+        "_spare",
+        "_stride",
+        "_tokens",
+        "full",
+    )
 
     def __init__(self) -> None:
-        self._lengths: int | None = None  # what is kept here included; None when not known
-        self._tokens = array("I")
-        self._logprobs = array("d")  # beside them, where the rows have any
+        self._counts: bytes | None = None  # what is kept here included; None when not known
         self._open = False
+        self._tokens = array("I")  # the block
+        self._logprobs = array("d")  # beside it, where the rows have any
+        self.full = False
+        self._stride = 0  # lanes of the block
+        self._most = 0  # places
+        self._firsts: list[int] = []
+        self._holes: list[int] = []  # lanes of rows that ended, in order
+        self._spare = False  # rows join: start with spare lanes
 
     def forget(self) -> None:
         """The rows are others, or get tokens in another way."""
         self._open = False
-        self._lengths = None
+        self._counts = None
 
     def count(self, batch: EngineBatch, arrays: Sequence[array[int]]) -> bool:
         """Whether a batch, which has been stored, counts for each row what has come for it."""
-        step, lengths = batch.one_each, self._lengths
-        self._lengths = None
-        if step is not None and lengths is not None:
-            lengths += _ones(len(step.tokens))
-            if _long(step.counts) == lengths:
-                self._lengths = lengths
-                return True
-        if batch.completion_tokens != list(map(len, arrays)):
-            return False
-        if step is not None:
-            self._lengths = _long(step.counts)
-        return True
+        step, counts = batch.one_each, self._counts
+        self._counts = None if step is None else step.counts
+        if step is not None and counts is not None and _are_next(step, counts):
+            return True
+        if batch.completion_tokens == list(map(len, arrays)):
+            return True
+        self._counts = None
+        return False
 
     def open(self) -> None:
-        """Take what comes next, after a batch with the rows of the one before."""
-        self._open = self._lengths is not None
+        """Take what comes next, after a batch that went the long way."""
+        self._open = self._counts is not None
 
     def take(self, batch: EngineBatch, scored: bool) -> bool:
-        """Keep a batch that has the same rows as the one before.
+        """Keep a batch of the rows that are known here.
 
         Args:
             batch: The batch.
@@ -66,25 +96,75 @@ class Steps:
         Returns:
             False when it has to be looked at.
         """
-        step, lengths = batch.one_each, self._lengths
-        if not self._open or step is None or lengths is None:
+        step, counts = batch.one_each, self._counts
+        if not self._open or step is None or counts is None or batch.details:
             return False
-        if batch.num_finished or batch.details:
+        if not _are_next(step, counts) or (scored and step.logprobs is None):
             return False
-        lengths += _ones(len(step.tokens))
-        if _long(step.counts) != lengths:
-            return False
-        if scored:
-            if step.logprobs is None:
-                return False
-            self._logprobs.extend(step.logprobs)
-        self._lengths = lengths
-        self._tokens.extend(step.tokens)
+        self._counts = step.counts
+        if not self._tokens:
+            self._begin(len(step.tokens))
+        self._tokens += self._in_lanes(step.tokens)
+        if scored and step.logprobs is not None:
+            self._logprobs += self._in_lanes(step.logprobs)
+        self.full = len(self._tokens) >= self._most
         return True
 
-    def are_many(self, rows: int) -> bool:
-        """Whether it is time to deal out what is kept."""
-        return len(self._tokens) >= _MOST * rows
+    def _begin(self, rows: int) -> None:
+        self._stride = rows + (rows // _ROWS_A_SPARE if self._spare else 0)
+        self._most = _MOST * self._stride
+        self._firsts = list(range(rows))
+        self._holes = []
+
+    def _in_lanes(self, values: array[_N]) -> array[_N]:
+        """One step, each value in its lane."""
+        if len(values) == self._stride:
+            return values
+        values = values[:]
+        for hole in self._holes:
+            values.insert(hole, 0)
+        values.frombytes(bytes(values.itemsize * (self._stride - len(values))))
+        return values
+
+    # -- other rows
+
+    def has_room(self, joined: int) -> bool:
+        """Whether so many rows can join before what is kept is dealt out."""
+        if not self._tokens or self._next_lane() + joined <= self._stride:
+            return True
+        self._spare = True  # the next time
+        return False
+
+    def _next_lane(self) -> int:
+        return len(self._firsts) + len(self._holes)
+
+    def join(self, joined: Sequence[array[int]]) -> None:
+        """The rows are followed by these from now on, for which there is room."""
+        if self._tokens:
+            first = len(self._tokens) + self._next_lane()
+            self._firsts += range(first, first + len(joined))
+        if self._counts is not None:
+            self._counts += array("I", map(len, joined)).tobytes()
+
+    def drop(self, position: int) -> None:
+        """A row has ended, and has been dealt out what it has; those after it move up."""
+        if self._tokens:
+            insort(self._holes, self._firsts.pop(position) % self._stride)
+            if len(self._holes) * _ROWS_A_SPARE > self._stride:
+                self._most = 0
+        if self._counts is not None:
+            at = position * self._tokens.itemsize
+            self._counts = self._counts[:at] + self._counts[at + self._tokens.itemsize :]
+
+    # -- dealing out
+
+    def deal_to(self, position: int, tokens: array[int], logprobs: array[float] | None) -> None:
+        """Give one row, which is to be dropped next, its own."""
+        if self._tokens:
+            own = slice(self._firsts[position], None, self._stride)
+            tokens.extend(self._tokens[own])
+            if logprobs is not None:
+                logprobs.extend(self._logprobs[own])
 
     def deal_out(
         self, arrays: Sequence[array[int]], logprobs: Sequence[tuple[int, array[float]]]
@@ -95,12 +175,12 @@ class Steps:
             arrays: Where each row's tokens go.
             logprobs: Where logprobs go, by position.
         """
-        rows = len(arrays)
+        stride, firsts = self._stride, self._firsts
         columns: list[array[Any]] = list(arrays)
-        parts: list[array[Any]] = [self._tokens[i::rows] for i in range(rows)]
+        parts: list[array[Any]] = [self._tokens[first::stride] for first in firsts]
         for position, column in logprobs:
             columns.append(column)
-            parts.append(self._logprobs[position::rows])
+            parts.append(self._logprobs[firsts[position] :: stride])
         tokens, scores = array("I"), array("d")
         dealing = map(array.extend, columns, parts)
         # Callers' threads come here too, where a signal handler may raise after any call: from
@@ -113,12 +193,16 @@ class Steps:
         return bool(self._tokens)
 
 
-def _long(counts: bytes) -> int:
-    """32-bit counts side by side, as one integer."""
-    return int.from_bytes(counts, sys.byteorder)
+def _are_next(step: OneEach, counts: bytes) -> bool:
+    """Whether each row counts one more than before; for all of them at once."""
+    more, order = step.counts, sys.byteorder
+    if len(more) != len(counts):
+        return False
+    ones = _ones(len(step.tokens))
+    return int.from_bytes(more, order) == int.from_bytes(counts, order) + ones
 
 
 @lru_cache(256)
 def _ones(rows: int) -> int:
-    """One more for each."""
-    return _long(array("I", [1]).tobytes() * rows)
+    """One for each, 32 bits wide."""
+    return int.from_bytes(array("I", [1]).tobytes() * rows, sys.byteorder)

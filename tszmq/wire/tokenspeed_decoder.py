@@ -8,7 +8,7 @@ errors included.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import chain, compress, count
 from operator import countOf
@@ -18,7 +18,7 @@ from tszmq.codec import HOLE, PLACEHOLDER, unpack_pieces
 from tszmq.errors import DecodeError
 from tszmq.types import EngineLoad
 from tszmq.wire.base import RUNNING, EngineBatch, OneEach
-from tszmq.wire.tokenspeed_known import LARGE, KnownRows, SameColumns
+from tszmq.wire.tokenspeed_known import LARGE, MAX_TAIL, KnownRows, SameColumns, Shape, suspects_in
 from tszmq.wire.tokenspeed_output import MAX_ENGINE_INDEX, TAG, engine_load, read_batch
 
 __all__ = ["TokenSpeedDecoder"]
@@ -31,10 +31,10 @@ _IDS = len(_HEAD) + 3  # where the first id is, in a large batch
 _KEY = 34  # bytes of the first id, which tell engines apart
 _FIRST_ID_END = _IDS + _KEY
 _TWO_HOLES = HOLE * 2
+_THREE_HOLES = HOLE * 3
 _MOST_KNOWN = 32
 _PROBE = 60  # bytes of a column that it is looked for by
-_MAX_TAIL = 5 * 9  # five integers at their widest
-_BOOLS = b"\xc2\xc3"
+_HEADERS = 7  # columns after the ids
 # What the steps below raise on a message that is not the usual one.
 _UNUSUAL = (DecodeError, TypeError, ValueError, OverflowError, AttributeError)
 
@@ -47,12 +47,10 @@ class TokenSpeedDecoder:
     and when nothing changed the list is.
     """
 
-    __slots__ = ("_empty", "_header", "_known", "_load", "_rows", "_tail")
+    __slots__ = ("_known", "_load", "_shape", "_tail")
 
     def __init__(self) -> None:
-        self._header = b"\0"  # of the arrays of the last large batch
-        self._rows = 0  # how many it had
-        self._empty = b""  # both of its logprob columns, when nobody asked for logprobs
+        self._shape = Shape.of(_LARGE_HEADER + b"\0\0")  # of the last large batch
         self._known: dict[bytes, KnownRows] = {}  # by the start of their ids
         self._tail: list[int] = []  # engine index and load of the last usual batch
         self._load: EngineLoad | None = None
@@ -67,84 +65,79 @@ class TokenSpeedDecoder:
             raise DecodeError("expected an output message, got no frames")
         data = frames[0]
         try:
-            batch = self._read_usual_batch(data)
+            batch = self._read_usual_batch(data) if data.startswith(_HEAD) else None
         except _UNUSUAL:
             batch = None
         return read_batch(data) if batch is None else batch
 
     def _read_usual_batch(self, data: bytes) -> EngineBatch | None:
         """A batch of today's shape; None, or an error, for anything else."""
-        if not data.startswith(_HEAD):
-            return None
-        large = data.startswith(_LARGE_HEADER, len(_HEAD))
-        values, scored, known = self._unpack_large(data) if large else _unpack_small(data)
+        known = zeros = None
+        if data.startswith(_LARGE_HEADER, len(_HEAD)):
+            shape = self._shape
+            if not data.startswith(shape.header, len(_HEAD)):
+                self._shape = shape = Shape.of(data[len(_HEAD) : _IDS])
+            known = self._known.get(data[_IDS:_FIRST_ID_END])
+            values, scored, known = _unpack_large(data, shape, known)
+            zeros = shape.zeros
+        else:
+            values, scored = _unpack_small(data)
         _, rids, tokens, reasons, prompt, completion, cached, logprobs, logprob_ids, *tail = values
         if not type(rids) is type(tokens) is type(reasons) is list:
             return None
         rows = len(rids)
-        text = None if known else len("".join(rids))  # join proves str
-        start = _IDS + len(known.ids) if known else len(_HEAD) + rows + (text or 0)
+        start = _IDS + len(known.ids) if known else len(_HEAD) + rows + len("".join(rids))
         num_finished = rows - reasons.count(RUNNING)
         if num_finished:
-            "".join(reasons)
+            "".join(reasons)  # proves str; for the ids, it was done above or before
         if not (
             len(tokens) == len(reasons) == len(prompt) == len(completion) == len(cached) == rows
             and tail[0] <= MAX_ENGINE_INDEX
         ):
             return None
+        # Ints in [0, 2**32), or bools: fromlist takes no other items, in no other row than a list.
+        new, counts, others = array("I"), array("I"), array("I")
+        any(map(new.fromlist, tokens))
+        counts.fromlist(completion)
+        others.fromlist(tail)
         same = known.same if known and known.same and reasons is known.same.reasons else None
-        numbers = _integers(values, same)
-        floats = _floats(logprobs, logprob_ids, tokens) if scored else None
+        if same is None:  # or checked before
+            others.fromlist(prompt)
+            if cached is not zeros:
+                others.fromlist(cached)
+        floats = None
         if scored:
-            plain = _are_ints(tokens, logprob_ids, prompt, completion, cached, tail)
+            floats = _floats(logprobs, logprob_ids, tokens)
+            ids = () if logprob_ids is tokens else chain.from_iterable(logprob_ids)
+            _require_ints(chain(ids, *tokens, prompt, completion, cached, tail))
         else:
-            plain = _without_bools(data[start:], numbers, rows if large else 0)
-        if not plain:
-            return None
-        if large:
+            suspects = suspects_in(data[start:])
+            if suspects and suspects != _suspects_among(new, counts, others, same, zeros):
+                return None
+        if zeros is not None:
             self._remember(known, values, num_finished)
-        if tail != self._tail:
-            self._tail, self._load = tail, engine_load(*tail[1:])
+        step = None
+        if len(new) == rows and rows and all(tokens):
+            step = OneEach(new, counts.tobytes(), floats)
         return EngineBatch(
             tail[0],
             rids,
             tokens,
             reasons,
             num_finished,
-            len(numbers) - 3 * rows - len(tail),
+            len(new),
             completion,
             prompt,
             cached,
             logprobs if scored else None,
-            _one_each(numbers, tokens, floats),
-            self._load,
+            step,
+            self._load_of(tail),
         )
 
-    def _unpack_large(self, data: bytes) -> tuple[list[Any], bool, KnownRows | None]:
-        """The values of a batch of 16 rows or more, whether any row has logprobs, and the rows
-        whose ids its own start with.
-
-        Empty logprob columns are cut out before decoding: they hold two lists a row, more than
-        all the rest, and enough of them start a garbage collection in every message. Known ids
-        are cut out as well, and so are the ids of logprobs where they are the tokens again.
-        """
-        if not data.startswith(self._header, len(_HEAD)):
-            self._header = header = data[len(_HEAD) : _IDS]
-            self._rows = int.from_bytes(header[1:], "big")
-            self._empty = (header + b"\x90" * self._rows) * 2
-        empty = self._empty
-        cut = data.find(empty, max(0, len(data) - len(empty) - _MAX_TAIL))
-        end = cut if cut >= 0 else len(data)
-        last = _TWO_HOLES + data[cut + len(empty) :] if cut >= 0 else b""
-        known = self._known.get(data[_IDS:_FIRST_ID_END])
-        if known and data.startswith(known.ids, _IDS) and len(known.rids) <= self._rows:
-            values = _unpack_known(data, known, self._rows - len(known.rids), end, last)
-        else:
-            known = None
-            values = unpack_pieces((data[:end], last))
-        if last and (values[7] != PLACEHOLDER or values[8] != PLACEHOLDER):
-            raise DecodeError("the bytes that were cut out were something else")
-        return values, cut < 0, known
+    def _load_of(self, tail: list[int]) -> EngineLoad | None:
+        if tail != self._tail:
+            self._tail, self._load = tail, engine_load(*tail[1:])
+        return self._load
 
     def _remember(self, known: KnownRows | None, values: list[Any], num_finished: int) -> None:
         """What the next batch is likely to have, after one that was checked: the rows of this
@@ -160,11 +153,57 @@ class TokenSpeedDecoder:
         elif rids is not known.rids:
             known.join(rids, rids[len(known.rids) :])
         elif len(rids) >= _MANY and not num_finished:
-            known.learn(reasons, values[4], values[6])
+            known.learn(reasons, values[4], values[6], self._shape)
         if num_finished:
             self._known.pop(known.ids[:_KEY], None)
             if known.drop(list(compress(count(), reasons))):
                 self._known[known.ids[:_KEY]] = known
+
+
+def _unpack_small(data: bytes) -> tuple[list[Any], bool]:
+    """The values of a batch of fewer than 16 rows, and whether any row has logprobs."""
+    values: list[Any] = unpack_pieces((data,))
+    # Not compared with one another: two hostile ones may be nested too deeply for that.
+    empty: list[Any] = [[]] * len(values[1])
+    return values, not (values[7] == empty and values[8] == empty)
+
+
+def _unpack_large(
+    data: bytes, shape: Shape, known: KnownRows | None
+) -> tuple[list[Any], bool, KnownRows | None]:
+    """The values of a batch of 16 rows or more, whether any row has logprobs, and the rows
+    whose ids its own start with.
+
+    Empty logprob columns are cut out before decoding: they hold two lists a row, more than
+    all the rest, and enough of them start a garbage collection in every message. The column
+    before them, cached tokens, is where no row has any. Known ids are cut out as well, and so
+    are the ids of logprobs where they are the tokens again.
+
+    Args:
+        data: The message.
+        shape: Of its columns.
+        known: Rows with the same first id, if any.
+    """
+    end, last, zeros = len(data), b"", False
+    cut = shape.find(data, shape.zeros_and_empty)
+    if cut >= 0:
+        end, last, zeros = cut, _THREE_HOLES + data[cut + len(shape.zeros_and_empty) :], True
+    else:
+        cut = shape.find(data, shape.empty)
+        if cut >= 0:
+            end, last = cut, _TWO_HOLES + data[cut + len(shape.empty) :]
+    if known and data.startswith(known.ids, _IDS) and len(known.rids) <= shape.rows:
+        values = _unpack_known(data, known, shape.rows - len(known.rids), end, last, zeros)
+    else:
+        known = None
+        values = unpack_pieces((data[:end], last))
+    if last and (values[7] != PLACEHOLDER or values[8] != PLACEHOLDER):
+        raise DecodeError("the bytes that were cut out were something else")
+    if zeros:
+        if values[6] != PLACEHOLDER:
+            raise DecodeError("the bytes that were cut out were something else")
+        values[6] = shape.zeros
+    return values, not last, known
 
 
 @lru_cache(64)
@@ -173,7 +212,9 @@ def _head(elements: int) -> bytes:
     return b"\xdc" + elements.to_bytes(2, "big") + _HEAD[1:]
 
 
-def _unpack_known(data: bytes, known: KnownRows, new: int, end: int, last: bytes) -> list[Any]:
+def _unpack_known(
+    data: bytes, known: KnownRows, new: int, end: int, last: bytes, zeros: bool
+) -> list[Any]:
     """The values of a batch that starts with known rows.
 
     Args:
@@ -182,6 +223,7 @@ def _unpack_known(data: bytes, known: KnownRows, new: int, end: int, last: bytes
         new: How many rows it has after them.
         end: Where ``last`` takes over.
         last: What else is to be decoded; empty when the batch may have logprobs.
+        zeros: Whether its cached tokens are cut out.
     """
     start = _IDS + len(known.ids)
     if new:
@@ -190,7 +232,7 @@ def _unpack_known(data: bytes, known: KnownRows, new: int, end: int, last: bytes
         "".join(joined)  # proves str
         values[1 : 2 + new] = [known.rids + joined]
         return values
-    if known.same and last:
+    if known.same and last and zeros == known.same.zeros:
         values = _unpack_tokens(data, known, known.same, end, last)
         if values:
             return values
@@ -223,12 +265,15 @@ def _unpack_tokens(
         and data.startswith(same.second, second)
     ):
         return []
-    pieces = (HOLE, data[start:first], _TWO_HOLES, data[after:second], HOLE, last)
-    values: list[Any] = unpack_pieces((_HEAD, *pieces))
+    cached = b"" if same.zeros else HOLE
+    pieces = (data[start:first], _TWO_HOLES, data[after:second], cached, last)
+    values: list[Any] = unpack_pieces((_HEAD, HOLE, *pieces))
     # Each by itself: two hostile values may be nested too deeply to be compared.
     if values[3] != PLACEHOLDER or values[4] != PLACEHOLDER or values[6] != PLACEHOLDER:
         raise DecodeError("the bytes that were cut out were something else")
-    values[1], values[3], values[4], values[6] = known.rids, same.reasons, same.prompt, same.cached
+    values[1], values[3], values[4] = known.rids, same.reasons, same.prompt
+    if not same.zeros:
+        values[6] = same.cached
     return values
 
 
@@ -239,7 +284,7 @@ def _twin(data: bytes, start: int) -> tuple[int, int] | None:
     that they are one column each has to be seen from where the decoder finds what is around.
     """
     at = data.rfind(data[start : start + _PROBE])
-    short, long = max(0, len(data) - at - _MAX_TAIL), len(data) - at
+    short, long = max(0, len(data) - at - MAX_TAIL), len(data) - at
     while short < long:  # the longest common start: an array follows the one, an int the other
         middle = (short + long + 1) // 2
         if data.startswith(data[at : at + middle], start):
@@ -249,34 +294,6 @@ def _twin(data: bytes, start: int) -> tuple[int, int] | None:
     if at < start + short or not data.startswith(data[at : at + short], start):
         return None
     return at, short
-
-
-def _unpack_small(data: bytes) -> tuple[list[Any], bool, None]:
-    """The values of a batch of fewer than 16 rows, and whether any row has logprobs."""
-    values: list[Any] = unpack_pieces([data])
-    # Not compared with one another: two hostile ones may be nested too deeply for that.
-    empty: list[Any] = [[]] * len(values[1])
-    return values, not (values[7] == empty and values[8] == empty), None
-
-
-def _integers(values: list[Any], same: SameColumns | None) -> array[int]:
-    """Tokens, counts and tail in a row: ints in [0, 2**32), or bools.
-
-    ``array.fromlist`` takes no other items, in no other row than a list.
-    """
-    numbers = array("I")
-    add = numbers.fromlist
-    any(map(add, values[2]))
-    if same is None:
-        add(values[4])
-        add(values[5])
-        add(values[6])
-    else:  # checked before
-        numbers += same.prompt_numbers
-        add(values[5])
-        numbers += same.cached_numbers
-    add(values[9:])
-    return numbers
 
 
 def _floats(logprobs: Any, logprob_ids: Any, tokens: list[list[int]]) -> array[float]:
@@ -298,40 +315,37 @@ def _floats(logprobs: Any, logprob_ids: Any, tokens: list[list[int]]) -> array[f
     return floats
 
 
-def _are_ints(tokens: list[list[int]], logprob_ids: list[list[int]], *columns: list[int]) -> bool:
-    """Whether no bool is among what passed for an int; beside logprobs."""
-    rows = tokens if logprob_ids is tokens else chain(tokens, logprob_ids)
-    kinds = set(map(type, chain.from_iterable(rows)))
-    return kinds.union(*(map(type, column) for column in columns)) == {int}
+def _require_ints(items: Iterable[Any]) -> None:
+    """No bool is among what passed for an int.
+
+    Raises:
+        ValueError: One is.
+    """
+    if not set(map(type, items)) <= {int}:
+        raise ValueError("a bool is not a number here")
 
 
-def _without_bools(data: bytes, numbers: array[int], header_count: int) -> bool:
-    """The same, in less time, where no row has logprobs.
+def _suspects_among(
+    new: array[int],
+    counts: array[int],
+    others: array[int],
+    same: SameColumns | None,
+    zeros: list[int] | None,
+) -> int:
+    """How many bytes of a message may be bools and are not, where no row has logprobs.
 
     On the wire a bool is a byte 0xc2 or 0xc3; an int has as many of these bytes there, at
-    whatever width, as in its four bytes in the array. (A float has not: it may have four or
-    eight.) So when the message has no more of them than the array, none of them is a bool.
+    whatever width, as in its four bytes in an array. (A float has not: it may have four or
+    eight.) So when the message has no more of them than this, none of them is a bool.
 
     Args:
-        data: The message, at the latest from the end of its ids on.
-        numbers: As from ``_integers``: the tokens, three counts a row and five of the tail.
-        header_count: Rows, where the columns' headers have two bytes for it.
+        new, counts, others: The numbers in the message.
+        same: Further columns in it, known to hold no bool.
+        zeros: As many as the columns' headers say, where these have two bytes for it.
     """
-    suspects = _suspects_in(data)
-    return not suspects or suspects == _suspects_in(numbers.tobytes()) + 7 * _suspects_in(
-        header_count.to_bytes(2, "big")
-    )
-
-
-def _suspects_in(data: bytes) -> int:
-    return len(data) - len(data.translate(None, _BOOLS))
-
-
-def _one_each(
-    numbers: array[int], tokens: list[list[int]], floats: array[float] | None
-) -> OneEach | None:
-    """``EngineBatch.one_each``, from what ``_integers`` gave."""
-    rows = len(tokens)
-    if not rows or len(numbers) != 4 * rows + 5 or not all(tokens):
-        return None
-    return OneEach(numbers[:rows], numbers[2 * rows : 3 * rows].tobytes(), floats)
+    suspects = suspects_in(new.tobytes() + counts.tobytes() + others.tobytes())
+    if same is not None:
+        suspects += same.suspects
+    if zeros is not None:
+        suspects += _HEADERS * suspects_in(len(zeros).to_bytes(2, "big"))
+    return suspects
