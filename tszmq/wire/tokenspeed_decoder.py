@@ -18,7 +18,15 @@ from tszmq.codec import HOLE, PLACEHOLDER, unpack_pieces
 from tszmq.errors import DecodeError
 from tszmq.types import EngineLoad
 from tszmq.wire.base import RUNNING, EngineBatch, OneEach
-from tszmq.wire.tokenspeed_known import LARGE, MAX_TAIL, KnownRows, SameColumns, Shape, suspects_in
+from tszmq.wire.tokenspeed_known import (
+    LARGE,
+    MAX_TAIL,
+    KnownRows,
+    Repeated,
+    Shape,
+    Streak,
+    suspects_in,
+)
 from tszmq.wire.tokenspeed_output import MAX_ENGINE_INDEX, TAG, engine_load, read_batch
 
 __all__ = ["TokenSpeedDecoder"]
@@ -26,15 +34,18 @@ __all__ = ["TokenSpeedDecoder"]
 _HEAD = b"\x9e\xb3" + TAG.encode()  # an array of 14, the tag
 _LARGE_HEADER = b"\xdc"  # of an array of 16 items or more; two bytes for their number follow
 _ELEMENTS = 14
-_MANY = 128  # rows from which on it pays to leave out more columns
-_IDS = len(_HEAD) + 3  # where the first id is, in a large batch
+_NINE = b"\x99"  # an array of nine
+_HEADER = 3  # bytes of a column's header, in a large batch
+_IDS = len(_HEAD) + _HEADER  # where the first id is, in a large batch
 _KEY = 34  # bytes of the first id, which tell engines apart
-_FIRST_ID_END = _IDS + _KEY
+_KEY_END = _IDS + _KEY
 _TWO_HOLES = HOLE * 2
 _THREE_HOLES = HOLE * 3
 _MOST_KNOWN = 32
 _PROBE = 60  # bytes of a column that it is looked for by
-_HEADERS = 7  # columns after the ids
+_COLUMNS = 7  # after the ids
+_STREAK = 3  # batches with the same rows after which the next is expected to repeat the last
+_LONG_TIME = 1000  # batches until that is tried again when it did not hold
 # What the steps below raise on a message that is not the usual one.
 _UNUSUAL = (DecodeError, TypeError, ValueError, OverflowError, AttributeError)
 
@@ -44,14 +55,17 @@ class TokenSpeedDecoder:
 
     Remembers the rows of large batches: an engine's batch mostly starts with the rows of its
     one before that have not ended. The strings in its ``request_ids`` are the same objects then,
-    and when nothing changed the list is.
+    and when nothing changed the list is. When nothing has changed for a few batches, all columns
+    that need not be decoded again are taken from the last one.
     """
 
-    __slots__ = ("_known", "_load", "_shape", "_tail")
+    __slots__ = ("_known", "_load", "_repeated", "_shape", "_streaks", "_tail")
 
     def __init__(self) -> None:
         self._shape = Shape.of(_LARGE_HEADER + b"\0\0")  # of the last large batch
         self._known: dict[bytes, KnownRows] = {}  # by the start of their ids
+        self._streaks: dict[bytes, Streak] = {}  # by their number and the start of their ids
+        self._repeated: dict[bytes, Repeated] = {}  # by the same
         self._tail: list[int] = []  # engine index and load of the last usual batch
         self._load: EngineLoad | None = None
 
@@ -72,12 +86,19 @@ class TokenSpeedDecoder:
 
     def _read_usual_batch(self, data: bytes) -> EngineBatch | None:
         """A batch of today's shape; None, or an error, for anything else."""
+        key = data[len(_HEAD) : _KEY_END]
+        repeated = self._repeated.get(key)
+        if repeated is not None:
+            batch = self._read_repeated(data, repeated)
+            if batch is not None:
+                return batch
+            del self._repeated[key]
         known = zeros = None
         if data.startswith(_LARGE_HEADER, len(_HEAD)):
             shape = self._shape
             if not data.startswith(shape.header, len(_HEAD)):
                 self._shape = shape = Shape.of(data[len(_HEAD) : _IDS])
-            known = self._known.get(data[_IDS:_FIRST_ID_END])
+            known = self._known.get(key[_HEADER:])
             values, scored, known = _unpack_large(data, shape, known)
             zeros = shape.zeros
         else:
@@ -100,22 +121,25 @@ class TokenSpeedDecoder:
         any(map(new.fromlist, tokens))
         counts.fromlist(completion)
         others.fromlist(tail)
-        same = known.same if known and known.same and reasons is known.same.reasons else None
-        if same is None:  # or checked before
-            others.fromlist(prompt)
-            if cached is not zeros:
-                others.fromlist(cached)
+        others.fromlist(prompt)
+        if cached is not zeros:
+            others.fromlist(cached)
         floats = None
         if scored:
             floats = _floats(logprobs, logprob_ids, tokens)
             ids = () if logprob_ids is tokens else chain.from_iterable(logprob_ids)
             _require_ints(chain(ids, *tokens, prompt, completion, cached, tail))
         else:
+            headers = b"" if zeros is None else key[1:_HEADER] * _COLUMNS
             suspects = suspects_in(data[start:])
-            if suspects and suspects != _suspects_among(new, counts, others, same, zeros):
+            if suspects and suspects != suspects_in(
+                headers + new.tobytes() + counts.tobytes() + others.tobytes()
+            ):
                 return None
         if zeros is not None:
-            self._remember(known, values, num_finished)
+            self._remember(known, rids, reasons, num_finished)
+        if not scored and not num_finished:
+            self._learn(key, values)
         step = None
         if len(new) == rows and rows and all(tokens):
             step = OneEach(new, counts.tobytes(), floats)
@@ -134,15 +158,63 @@ class TokenSpeedDecoder:
             self._load_of(tail),
         )
 
+    def _read_repeated(self, data: bytes, repeated: Repeated) -> EngineBatch | None:
+        """A batch that differs from the one before in its tokens, counts and tail alone."""
+        start, rest = len(repeated.start), repeated.rest
+        first = data.find(repeated.probe, start)
+        after = first + len(repeated.middle)
+        end = repeated.find_rest(data)
+        if not (
+            0 < first <= after <= end
+            and data.startswith(repeated.start)
+            and data.startswith(repeated.middle, first)
+        ):
+            return None
+        column, counted, last = data[start:first], data[after:end], data[end + len(rest) :]
+        tokens, hole, completion, other, *tail = unpack_pieces(
+            (_NINE, column, HOLE, counted, HOLE, last)
+        )
+        # Each by itself: two hostile values may be nested too deeply to be compared.
+        if hole != PLACEHOLDER or other != PLACEHOLDER:
+            return None
+        rows = len(repeated.rids)
+        new, counts, load = array("I"), array("I"), array("I")
+        any(map(new.fromlist, tokens))
+        counts.fromlist(completion)
+        load.fromlist(tail)
+        if not len(tokens) == len(counts) == rows or tail[0] > MAX_ENGINE_INDEX:
+            return None
+        suspects = suspects_in(column + counted + last)
+        if suspects and suspects != suspects_in(
+            repeated.headers + new.tobytes() + counts.tobytes() + load.tobytes()
+        ):
+            return None
+        single = len(new) == rows and all(tokens)
+        return EngineBatch(
+            tail[0],
+            repeated.rids,
+            tokens,
+            repeated.reasons,
+            0,
+            len(new),
+            completion,
+            repeated.prompt,
+            repeated.cached,
+            None,
+            OneEach(new, counts.tobytes(), None) if single else None,
+            self._load_of(tail),
+        )
+
     def _load_of(self, tail: list[int]) -> EngineLoad | None:
         if tail != self._tail:
             self._tail, self._load = tail, engine_load(*tail[1:])
         return self._load
 
-    def _remember(self, known: KnownRows | None, values: list[Any], num_finished: int) -> None:
-        """What the next batch is likely to have, after one that was checked: the rows of this
-        one that go on."""
-        rids, reasons = values[1], values[3]
+    def _remember(
+        self, known: KnownRows | None, rids: list[str], reasons: list[str], num_finished: int
+    ) -> None:
+        """The rows that the next batch is likely to start with, after one that was checked:
+        those of this one that go on."""
         if known is None:
             if len(rids) < LARGE:
                 return  # a header that is longer than it has to be
@@ -152,12 +224,27 @@ class TokenSpeedDecoder:
             self._known[known.ids[:_KEY]] = known
         elif rids is not known.rids:
             known.join(rids, rids[len(known.rids) :])
-        elif len(rids) >= _MANY and not num_finished:
-            known.learn(reasons, values[4], values[6], self._shape)
         if num_finished:
             self._known.pop(known.ids[:_KEY], None)
             if known.drop(list(compress(count(), reasons))):
                 self._known[known.ids[:_KEY]] = known
+
+    def _learn(self, key: bytes, values: list[Any]) -> None:
+        """Whether to expect the next batch to repeat this one, which has been checked."""
+        rids = values[1]
+        streak = self._streaks.get(key)
+        if streak is None or streak.rids != rids:
+            if len(self._streaks) >= _MOST_KNOWN:
+                self._streaks.clear()
+            self._streaks[key] = Streak(rids)
+            return
+        streak.count += 1
+        if streak.count == _STREAK:
+            if len(self._repeated) >= _MOST_KNOWN:
+                self._repeated.clear()
+            self._repeated[key] = Repeated.of(_HEAD, values)
+        elif streak.count > _STREAK:
+            streak.count = -_LONG_TIME
 
 
 def _unpack_small(data: bytes) -> tuple[list[Any], bool]:
@@ -193,7 +280,7 @@ def _unpack_large(
         if cut >= 0:
             end, last = cut, _TWO_HOLES + data[cut + len(shape.empty) :]
     if known and data.startswith(known.ids, _IDS) and len(known.rids) <= shape.rows:
-        values = _unpack_known(data, known, shape.rows - len(known.rids), end, last, zeros)
+        values = _unpack_known(data, known, shape.rows - len(known.rids), end, last)
     else:
         known = None
         values = unpack_pieces((data[:end], last))
@@ -212,9 +299,7 @@ def _head(elements: int) -> bytes:
     return b"\xdc" + elements.to_bytes(2, "big") + _HEAD[1:]
 
 
-def _unpack_known(
-    data: bytes, known: KnownRows, new: int, end: int, last: bytes, zeros: bool
-) -> list[Any]:
+def _unpack_known(data: bytes, known: KnownRows, new: int, end: int, last: bytes) -> list[Any]:
     """The values of a batch that starts with known rows.
 
     Args:
@@ -223,7 +308,6 @@ def _unpack_known(
         new: How many rows it has after them.
         end: Where ``last`` takes over.
         last: What else is to be decoded; empty when the batch may have logprobs.
-        zeros: Whether its cached tokens are cut out.
     """
     start = _IDS + len(known.ids)
     if new:
@@ -232,10 +316,6 @@ def _unpack_known(
         "".join(joined)  # proves str
         values[1 : 2 + new] = [known.rids + joined]
         return values
-    if known.same and last and zeros == known.same.zeros:
-        values = _unpack_tokens(data, known, known.same, end, last)
-        if values:
-            return values
     twin = None if last else _twin(data, start)
     if twin is None:
         values = unpack_pieces((_HEAD, HOLE, data[start:end], last))
@@ -249,31 +329,6 @@ def _unpack_known(
             raise DecodeError("the bytes that were cut out were something else")
         values[8] = values[2]
     values[1] = known.rids
-    return values
-
-
-def _unpack_tokens(
-    data: bytes, known: KnownRows, same: SameColumns, end: int, last: bytes
-) -> list[Any]:
-    """The values of a batch with the columns of the one before; none when it has others."""
-    start = _IDS + len(known.ids)
-    first = data.find(same.first[:_PROBE], start)
-    after, second = first + len(same.first), end - len(same.second)
-    if not (
-        0 < first <= after <= second
-        and data.startswith(same.first, first)
-        and data.startswith(same.second, second)
-    ):
-        return []
-    cached = b"" if same.zeros else HOLE
-    pieces = (data[start:first], _TWO_HOLES, data[after:second], cached, last)
-    values: list[Any] = unpack_pieces((_HEAD, HOLE, *pieces))
-    # Each by itself: two hostile values may be nested too deeply to be compared.
-    if values[3] != PLACEHOLDER or values[4] != PLACEHOLDER or values[6] != PLACEHOLDER:
-        raise DecodeError("the bytes that were cut out were something else")
-    values[1], values[3], values[4] = known.rids, same.reasons, same.prompt
-    if not same.zeros:
-        values[6] = same.cached
     return values
 
 
@@ -323,29 +378,3 @@ def _require_ints(items: Iterable[Any]) -> None:
     """
     if not set(map(type, items)) <= {int}:
         raise ValueError("a bool is not a number here")
-
-
-def _suspects_among(
-    new: array[int],
-    counts: array[int],
-    others: array[int],
-    same: SameColumns | None,
-    zeros: list[int] | None,
-) -> int:
-    """How many bytes of a message may be bools and are not, where no row has logprobs.
-
-    On the wire a bool is a byte 0xc2 or 0xc3; an int has as many of these bytes there, at
-    whatever width, as in its four bytes in an array. (A float has not: it may have four or
-    eight.) So when the message has no more of them than this, none of them is a bool.
-
-    Args:
-        new, counts, others: The numbers in the message.
-        same: Further columns in it, known to hold no bool.
-        zeros: As many as the columns' headers say, where these have two bytes for it.
-    """
-    suspects = suspects_in(new.tobytes() + counts.tobytes() + others.tobytes())
-    if same is not None:
-        suspects += same.suspects
-    if zeros is not None:
-        suspects += _HEADERS * suspects_in(len(zeros).to_bytes(2, "big"))
-    return suspects

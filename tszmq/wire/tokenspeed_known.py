@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from array import array
+from typing import Any
 
 import attrs
 
 from tszmq.codec import pack
 
-__all__ = ["LARGE", "MAX_TAIL", "KnownRows", "SameColumns", "Shape", "suspects_in"]
+__all__ = ["LARGE", "MAX_TAIL", "KnownRows", "Repeated", "Shape", "Streak", "suspects_in"]
 
 LARGE = 16
 """Rows from which on a column's header has three bytes."""
 MAX_TAIL = 5 * 9
 """Bytes after the columns: five integers at their widest."""
 _BOOLS = b"\xc2\xc3"
-_STREAK = 3  # batches with the same rows after which their columns are looked at
-_LONG_TIME = 1000  # batches until they are looked at again when they vary
+_HEADER = 3  # bytes of a column's header, in a large batch
+_PROBE = 60  # bytes of a column that it is looked for by
 
 
 @attrs.define(eq=False, slots=True)
@@ -48,40 +48,89 @@ class Shape:
 
     def find(self, data: bytes, ending: bytes) -> int:
         """Where the columns end with this; -1 when they do not."""
-        at = len(data) - self.tail - len(ending)
-        if at > 0 and data.startswith(ending, at):
-            return at
-        at = data.find(ending, max(0, len(data) - len(ending) - MAX_TAIL))
+        at = find_ending(data, ending, self.tail)
         if at >= 0:
             self.tail = len(data) - at - len(ending)
         return at
 
 
-@attrs.frozen(eq=False)
-class SameColumns:
-    """Columns that stay the same while the rows do, checked: as values and as on the wire."""
+def find_ending(data: bytes, ending: bytes, tail: int) -> int:
+    """Where this stands, with at most ``MAX_TAIL`` bytes behind; -1 when it does not.
 
+    Args:
+        data: A message.
+        ending: What its columns may end with.
+        tail: How many bytes are likely to follow.
+    """
+    at = len(data) - tail - len(ending)
+    if at > 0 and data.startswith(ending, at):
+        return at
+    return data.find(ending, max(0, len(data) - len(ending) - MAX_TAIL))
+
+
+@attrs.define(eq=False, slots=True)
+class Streak:
+    """How many batches in a row had just these rows; negative when they were no repetitions."""
+
+    rids: list[str]
+    count: int = 0
+
+
+@attrs.define(eq=False, slots=True)
+class Repeated:
+    """What the next batch will repeat of this one, checked: as values and as on the wire.
+
+    Attributes:
+        start: All up to the end of the ids.
+        middle: Reasons and prompt tokens, which are neighbours.
+        probe: The first bytes of that.
+        rest: Cached tokens and the empty logprob columns.
+        headers: What ``suspects_in`` may find in the headers of the other columns.
+        tail: Bytes after ``rest``, in the last message.
+    """
+
+    rids: list[str]
     reasons: list[str]
     prompt: list[int]
     cached: list[int]
-    zeros: bool  # ``cached`` is that of the shape
-    first: bytes  # reasons and prompt, which are neighbours
-    second: bytes  # cached, where they are not zeros
-    suspects: int  # bytes in prompt and cached that a bool would be
+    start: bytes
+    middle: bytes
+    probe: bytes
+    rest: bytes
+    headers: bytes
+    tail: int = 0
 
     @classmethod
-    def of(
-        cls, reasons: list[str], prompt: list[int], cached: list[int], shape: Shape
-    ) -> SameColumns:
-        """Of a large batch that has been checked."""
-        first = pack(reasons) + pack(prompt)
-        zeros = cached is shape.zeros
-        suspects = suspects_in(array("I", prompt + cached).tobytes())
-        return cls(reasons, prompt, cached, zeros, first, b"" if zeros else pack(cached), suspects)
+    def of(cls, head: bytes, values: list[Any]) -> Repeated:
+        """Of a batch without logprobs.
+
+        Args:
+            head: What precedes the ids.
+            values: Its elements.
+        """
+        _, rids, _, reasons, prompt, _, cached, *_ = values
+        middle = pack(reasons) + pack(prompt)
+        empty = pack([[]] * len(rids))
+        headers = empty[1:_HEADER] * 2 if len(rids) >= LARGE else b""
+        rest = pack(cached) + empty * 2
+        start = head + pack(rids)
+        return cls(rids, reasons, prompt, cached, start, middle, middle[:_PROBE], rest, headers)
+
+    def find_rest(self, data: bytes) -> int:
+        """Where ``rest`` is in a message; -1 when it is not where it should be."""
+        at = find_ending(data, self.rest, self.tail)
+        self.tail = len(data) - at - len(self.rest)
+        return at
 
 
 def suspects_in(data: bytes) -> int:
-    """How many bytes may be a bool on the wire."""
+    """How many bytes may be a bool.
+
+    On the wire a bool is a byte 0xc2 or 0xc3; an int has as many of these bytes there, at
+    whatever width, as in its four bytes in an array. (A float has not: it may have four or
+    eight.) So when a message has no more of them than the ints and the headers in it, none of
+    the ints is a bool.
+    """
     return len(data) - len(data.translate(None, _BOOLS))
 
 
@@ -93,15 +142,11 @@ class KnownRows:
         rids: Their ids, as values.
         ids: As they are on the wire.
         size: Bytes of each there; 0 when they differ.
-        same: Columns that a batch had as well, and the next one may have.
-        streak: How many batches had just these rows; negative when their columns vary.
     """
 
     rids: list[str]
     ids: bytes
     size: int
-    same: SameColumns | None = None
-    streak: int = 0
 
     @classmethod
     def of(cls, rids: list[str]) -> KnownRows:
@@ -110,19 +155,8 @@ class KnownRows:
         same = set(map(len, rids)) == {len(rids[0])} and "".join(rids).isascii()
         return cls(rids, ids, len(pack(rids[0])) if same else 0)
 
-    def learn(self, reasons: list[str], prompt: list[int], cached: list[int], shape: Shape) -> None:
-        """A batch with just these rows had these columns."""
-        if self.same is not None:
-            if reasons is not self.same.reasons:
-                self.same, self.streak = None, -_LONG_TIME
-            return
-        self.streak += 1
-        if self.streak == _STREAK:
-            self.same = SameColumns.of(reasons, prompt, cached, shape)
-
     def join(self, rids: list[str], joined: list[str]) -> None:
         """The rows are these, the last of which have joined."""
-        self.same, self.streak = None, 0
         ids = list(map(pack, joined))
         if set(map(len, ids)) != {self.size}:
             self.size = 0
@@ -138,5 +172,4 @@ class KnownRows:
         for row in reversed(ended):
             del rids[row], ids[row * size : (row + 1) * size]
         self.rids, self.ids = rids, bytes(ids)
-        self.same, self.streak = None, 0
         return True
