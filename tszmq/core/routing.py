@@ -229,7 +229,8 @@ class RoutingState:
         if load is not None and load is not engine.load:
             engine.load = load
             engine.settle()
-        self._rescore(engine)
+        if engine.alive and not self._policy.uses_request:
+            self._scores[engine.position] = self._score(engine)
 
     def release(self, index: int, request_id: str, generated: int = 0) -> bool:
         """Give a place back; only the first release of an id counts.

@@ -47,6 +47,7 @@ class Steps:
         "_holes",
         "_logprobs",
         "_most",
+        "_number",
         "_open",
         "_spare",
         "_stride",
@@ -56,6 +57,7 @@ class Steps:
 
     def __init__(self) -> None:
         self._counts: bytes | None = None  # what is kept here included; None when not known
+        self._number: int | None = None  # the same as one integer; None when not worked out
         self._open = False
         self._tokens = array("I")  # the block
         self._logprobs = array("d")  # beside it, where the rows have any
@@ -73,10 +75,11 @@ class Steps:
 
     def count(self, batch: EngineBatch, arrays: Sequence[array[int]]) -> bool:
         """Whether a batch, which has been stored, counts for each row what has come for it."""
-        step, counts = batch.one_each, self._counts
-        self._counts = None if step is None else step.counts
-        if step is not None and counts is not None and _are_next(step, counts):
+        step = batch.one_each
+        if step is not None and self._counts is not None and self._are_next(step):
             return True
+        self._counts = None if step is None else step.counts
+        self._number = None
         if batch.completion_tokens == list(map(len, arrays)):
             return True
         self._counts = None
@@ -96,18 +99,30 @@ class Steps:
         Returns:
             False when it has to be looked at.
         """
-        step, counts = batch.one_each, self._counts
-        if not self._open or step is None or counts is None or batch.details:
+        step = batch.one_each
+        if not self._open or step is None or self._counts is None or batch.details:
             return False
-        if not _are_next(step, counts) or (scored and step.logprobs is None):
+        if (scored and step.logprobs is None) or not self._are_next(step):
             return False
-        self._counts = step.counts
         if not self._tokens:
             self._begin(len(step.tokens))
         self._tokens += self._in_lanes(step.tokens)
         if scored and step.logprobs is not None:
             self._logprobs += self._in_lanes(step.logprobs)
         self.full = len(self._tokens) >= self._most
+        return True
+
+    def _are_next(self, step: OneEach) -> bool:
+        """Whether each row counts one more than before, for all of them at once; if so, these
+        are the counts from now on."""
+        before = self._number
+        if before is None:
+            before = int.from_bytes(self._counts or b"", sys.byteorder)
+        number = int.from_bytes(step.counts, sys.byteorder)
+        if number != before + _ones(len(step.tokens)):
+            return False
+        self._counts = step.counts
+        self._number = number
         return True
 
     def _begin(self, rows: int) -> None:
@@ -145,6 +160,7 @@ class Steps:
             self._firsts += range(first, first + len(joined))
         if self._counts is not None:
             self._counts += array("I", map(len, joined)).tobytes()
+            self._number = None
 
     def drop(self, position: int) -> None:
         """A row has ended, and has been dealt out what it has; those after it move up."""
@@ -155,6 +171,7 @@ class Steps:
         if self._counts is not None:
             at = position * self._tokens.itemsize
             self._counts = self._counts[:at] + self._counts[at + self._tokens.itemsize :]
+            self._number = None
 
     # -- dealing out
 
@@ -191,15 +208,6 @@ class Steps:
 
     def __bool__(self) -> bool:
         return bool(self._tokens)
-
-
-def _are_next(step: OneEach, counts: bytes) -> bool:
-    """Whether each row counts one more than before; for all of them at once."""
-    more, order = step.counts, sys.byteorder
-    if len(more) != len(counts):
-        return False
-    ones = _ones(len(step.tokens))
-    return int.from_bytes(more, order) == int.from_bytes(counts, order) + ones
 
 
 @lru_cache(256)

@@ -37,7 +37,7 @@ _ELEMENTS = 14
 _NINE = b"\x99"  # an array of nine
 _HEADER = 3  # bytes of a column's header, in a large batch
 _IDS = len(_HEAD) + _HEADER  # where the first id is, in a large batch
-_KEY = 34  # bytes of the first id, which tell engines apart
+_KEY = 29  # bytes of the first id, if it is ours: they tell engines apart
 _KEY_END = _IDS + _KEY
 _TWO_HOLES = HOLE * 2
 _THREE_HOLES = HOLE * 3
@@ -86,20 +86,19 @@ class TokenSpeedDecoder:
 
     def _read_usual_batch(self, data: bytes) -> EngineBatch | None:
         """A batch of today's shape; None, or an error, for anything else."""
-        key = data[len(_HEAD) : _KEY_END]
-        repeated = self._repeated.get(key)
-        if repeated is not None:
-            batch = self._read_repeated(data, repeated)
-            if batch is not None:
-                return batch
-            del self._repeated[key]
         known = zeros = None
         if data.startswith(_LARGE_HEADER, len(_HEAD)):
+            key = data[len(_HEAD) : _KEY_END]
+            repeated = self._repeated.get(key)
+            if repeated is not None:
+                batch = self._read_repeated(data, repeated)
+                if batch is not None:
+                    return batch
+                del self._repeated[key]
             shape = self._shape
             if not data.startswith(shape.header, len(_HEAD)):
-                self._shape = shape = Shape.of(data[len(_HEAD) : _IDS])
-            known = self._known.get(key[_HEADER:])
-            values, scored, known = _unpack_large(data, shape, known)
+                self._shape = shape = Shape.of(key[:_HEADER])
+            values, scored, known = _unpack_large(data, shape, self._known.get(key[_HEADER:]))
             zeros = shape.zeros
         else:
             values, scored = _unpack_small(data)
@@ -130,16 +129,16 @@ class TokenSpeedDecoder:
             ids = () if logprob_ids is tokens else chain.from_iterable(logprob_ids)
             _require_ints(chain(ids, *tokens, prompt, completion, cached, tail))
         else:
-            headers = b"" if zeros is None else key[1:_HEADER] * _COLUMNS
             suspects = suspects_in(data[start:])
+            headers = key[1:_HEADER] * _COLUMNS if suspects and zeros is not None else b""
             if suspects and suspects != suspects_in(
                 headers + new.tobytes() + counts.tobytes() + others.tobytes()
             ):
                 return None
         if zeros is not None:
             self._remember(known, rids, reasons, num_finished)
-        if not scored and not num_finished:
-            self._learn(key, values)
+            if not scored and not num_finished:
+                self._learn(key, values)
         step = None
         if len(new) == rows and rows and all(tokens):
             step = OneEach(new, counts.tobytes(), floats)

@@ -111,10 +111,19 @@ class Repeated:
         _, rids, _, reasons, prompt, _, cached, *_ = values
         middle = pack(reasons) + pack(prompt)
         empty = pack([[]] * len(rids))
-        headers = empty[1:_HEADER] * 2 if len(rids) >= LARGE else b""
         rest = pack(cached) + empty * 2
         start = head + pack(rids)
-        return cls(rids, reasons, prompt, cached, start, middle, middle[:_PROBE], rest, headers)
+        return cls(
+            rids,
+            reasons,
+            prompt,
+            cached,
+            start,
+            middle,
+            middle[:_PROBE],
+            rest,
+            empty[1:_HEADER] * 2,
+        )
 
     def find_rest(self, data: bytes) -> int:
         """Where ``rest`` is in a message; -1 when it is not where it should be."""
