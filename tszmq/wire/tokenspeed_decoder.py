@@ -25,7 +25,7 @@ from tszmq.wire.tokenspeed_known import (
     Repeated,
     Shape,
     Streak,
-    suspects_in,
+    hides_a_bool,
 )
 from tszmq.wire.tokenspeed_output import MAX_ENGINE_INDEX, TAG, engine_load, read_batch
 
@@ -86,34 +86,58 @@ class TokenSpeedDecoder:
 
     def _read_usual_batch(self, data: bytes) -> EngineBatch | None:
         """A batch of today's shape; None, or an error, for anything else."""
-        known = zeros = None
         if data.startswith(_LARGE_HEADER, len(_HEAD)):
-            key = data[len(_HEAD) : _KEY_END]
-            repeated = self._repeated.get(key)
-            if repeated is not None:
-                batch = self._read_repeated(data, repeated)
-                if batch is not None:
-                    return batch
-                del self._repeated[key]
-            shape = self._shape
-            if not data.startswith(shape.header, len(_HEAD)):
-                self._shape = shape = Shape.of(key[:_HEADER])
-            values, scored, known = _unpack_large(data, shape, self._known.get(key[_HEADER:]))
-            zeros = shape.zeros
-        else:
-            values, scored = _unpack_small(data)
+            return self._read_large(data)
+        values, scored = _unpack_small(data)
+        start = len(_HEAD) + len("".join(values[1]))
+        return self._checked(values, scored, data[start:], b"", None)
+
+    def _read_large(self, data: bytes) -> EngineBatch | None:
+        """One of 16 rows or more."""
+        key = data[len(_HEAD) : _KEY_END]
+        repeated = self._repeated.get(key)
+        if repeated is not None:
+            batch = self._read_repeated(data, repeated)
+            if batch is not None:
+                return batch
+            del self._repeated[key]
+        shape = self._shape
+        if not data.startswith(shape.header, len(_HEAD)):
+            self._shape = shape = Shape.of(key[:_HEADER])
+        values, scored, known = _unpack_large(data, shape, self._known.get(key[_HEADER:]))
+        start = _IDS + len("".join(values[1]) if known is None else known.ids)
+        batch = self._checked(values, scored, data[start:], key[1:_HEADER], shape.zeros)
+        if batch is not None:
+            self._remember(known, batch)
+            if not scored and not batch.num_finished:
+                self._learn(key, batch)
+        return batch
+
+    def _checked(
+        self,
+        values: list[Any],
+        scored: bool,
+        rest: bytes,
+        header: bytes,
+        zeros: list[int] | None,
+    ) -> EngineBatch | None:
+        """The batch that the values are; None, or an error, when they are none.
+
+        Args:
+            values: Its elements; that the ids are strings has been seen.
+            scored: Whether any row has logprobs.
+            rest: Its bytes, at the latest from the end of the ids on.
+            header: Each column's number of rows there, where that takes bytes.
+            zeros: Cached tokens that need no checking.
+        """
         _, rids, tokens, reasons, prompt, completion, cached, logprobs, logprob_ids, *tail = values
         if not type(rids) is type(tokens) is type(reasons) is list:
             return None
         rows = len(rids)
-        start = _IDS + len(known.ids) if known else len(_HEAD) + rows + len("".join(rids))
         num_finished = rows - reasons.count(RUNNING)
         if num_finished:
-            "".join(reasons)  # proves str; for the ids, it was done above or before
-        if not (
-            len(tokens) == len(reasons) == len(prompt) == len(completion) == len(cached) == rows
-            and tail[0] <= MAX_ENGINE_INDEX
-        ):
+            "".join(reasons)  # proves str
+        if not len(tokens) == len(reasons) == len(prompt) == len(completion) == len(cached) == rows:
             return None
         # Ints in [0, 2**32), or bools: fromlist takes no other items, in no other row than a list.
         new, counts, others = array("I"), array("I"), array("I")
@@ -128,17 +152,10 @@ class TokenSpeedDecoder:
             floats = _floats(logprobs, logprob_ids, tokens)
             ids = () if logprob_ids is tokens else chain.from_iterable(logprob_ids)
             _require_ints(chain(ids, *tokens, prompt, completion, cached, tail))
-        else:
-            suspects = suspects_in(data[start:])
-            headers = key[1:_HEADER] * _COLUMNS if suspects and zeros is not None else b""
-            if suspects and suspects != suspects_in(
-                headers + new.tobytes() + counts.tobytes() + others.tobytes()
-            ):
-                return None
-        if zeros is not None:
-            self._remember(known, rids, reasons, num_finished)
-            if not scored and not num_finished:
-                self._learn(key, values)
+        elif hides_a_bool(rest, header * _COLUMNS, new, counts, others):
+            return None
+        if tail[0] > MAX_ENGINE_INDEX:
+            return None
         step = None
         if len(new) == rows and rows and all(tokens):
             step = OneEach(new, counts.tobytes(), floats)
@@ -159,20 +176,12 @@ class TokenSpeedDecoder:
 
     def _read_repeated(self, data: bytes, repeated: Repeated) -> EngineBatch | None:
         """A batch that differs from the one before in its tokens, counts and tail alone."""
-        start, rest = len(repeated.start), repeated.rest
-        first = data.find(repeated.probe, start)
-        after = first + len(repeated.middle)
-        end = repeated.find_rest(data)
-        if not (
-            0 < first <= after <= end
-            and data.startswith(repeated.start)
-            and data.startswith(repeated.middle, first)
-        ):
+        parts = repeated.split(data)
+        if parts is None:
             return None
-        column, counted, last = data[start:first], data[after:end], data[end + len(rest) :]
-        tokens, hole, completion, other, *tail = unpack_pieces(
-            (_NINE, column, HOLE, counted, HOLE, last)
-        )
+        column, counted, last = parts
+        values = unpack_pieces((_NINE, column, HOLE, counted, HOLE, last))
+        tokens, hole, completion, other, *tail = values
         # Each by itself: two hostile values may be nested too deeply to be compared.
         if hole != PLACEHOLDER or other != PLACEHOLDER:
             return None
@@ -183,10 +192,7 @@ class TokenSpeedDecoder:
         load.fromlist(tail)
         if not len(tokens) == len(counts) == rows or tail[0] > MAX_ENGINE_INDEX:
             return None
-        suspects = suspects_in(column + counted + last)
-        if suspects and suspects != suspects_in(
-            repeated.headers + new.tobytes() + counts.tobytes() + load.tobytes()
-        ):
+        if hides_a_bool(column + counted + last, repeated.headers, new, counts, load):
             return None
         single = len(new) == rows and all(tokens)
         return EngineBatch(
@@ -209,11 +215,9 @@ class TokenSpeedDecoder:
             self._tail, self._load = tail, engine_load(*tail[1:])
         return self._load
 
-    def _remember(
-        self, known: KnownRows | None, rids: list[str], reasons: list[str], num_finished: int
-    ) -> None:
-        """The rows that the next batch is likely to start with, after one that was checked:
-        those of this one that go on."""
+    def _remember(self, known: KnownRows | None, batch: EngineBatch) -> None:
+        """The rows that the next batch is likely to start with: those of this one that go on."""
+        rids = batch.request_ids
         if known is None:
             if len(rids) < LARGE:
                 return  # a header that is longer than it has to be
@@ -223,25 +227,24 @@ class TokenSpeedDecoder:
             self._known[known.ids[:_KEY]] = known
         elif rids is not known.rids:
             known.join(rids, rids[len(known.rids) :])
-        if num_finished:
+        if batch.num_finished:
             self._known.pop(known.ids[:_KEY], None)
-            if known.drop(list(compress(count(), reasons))):
+            if known.drop(list(compress(count(), batch.finish_reasons))):
                 self._known[known.ids[:_KEY]] = known
 
-    def _learn(self, key: bytes, values: list[Any]) -> None:
-        """Whether to expect the next batch to repeat this one, which has been checked."""
-        rids = values[1]
+    def _learn(self, key: bytes, batch: EngineBatch) -> None:
+        """Whether to expect the next batch to repeat this one."""
         streak = self._streaks.get(key)
-        if streak is None or streak.rids != rids:
+        if streak is None or streak.rids != batch.request_ids:
             if len(self._streaks) >= _MOST_KNOWN:
                 self._streaks.clear()
-            self._streaks[key] = Streak(rids)
+            self._streaks[key] = Streak(batch.request_ids)
             return
         streak.count += 1
         if streak.count == _STREAK:
             if len(self._repeated) >= _MOST_KNOWN:
                 self._repeated.clear()
-            self._repeated[key] = Repeated.of(_HEAD, values)
+            self._repeated[key] = Repeated.of(_HEAD, batch)
         elif streak.count > _STREAK:
             streak.count = -_LONG_TIME
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from array import array
 
 import attrs
 
 from tszmq.codec import pack
+from tszmq.wire.base import EngineBatch
 
-__all__ = ["LARGE", "MAX_TAIL", "KnownRows", "Repeated", "Shape", "Streak", "suspects_in"]
+__all__ = ["LARGE", "MAX_TAIL", "KnownRows", "Repeated", "Shape", "Streak", "hides_a_bool"]
 
 LARGE = 16
 """Rows from which on a column's header has three bytes."""
@@ -85,7 +86,7 @@ class Repeated:
         middle: Reasons and prompt tokens, which are neighbours.
         probe: The first bytes of that.
         rest: Cached tokens and the empty logprob columns.
-        headers: What ``suspects_in`` may find in the headers of the other columns.
+        headers: Those of the other columns, their first bytes excepted.
         tail: Bytes after ``rest``, in the last message.
     """
 
@@ -101,46 +102,60 @@ class Repeated:
     tail: int = 0
 
     @classmethod
-    def of(cls, head: bytes, values: list[Any]) -> Repeated:
-        """Of a batch without logprobs.
+    def of(cls, head: bytes, batch: EngineBatch) -> Repeated:
+        """Of a large batch without logprobs.
 
         Args:
             head: What precedes the ids.
-            values: Its elements.
+            batch: What they and the rest are.
         """
-        _, rids, _, reasons, prompt, _, cached, *_ = values
+        rids, reasons = batch.request_ids, batch.finish_reasons
+        prompt, cached = batch.prompt_tokens or [], batch.cached_tokens or []
         middle = pack(reasons) + pack(prompt)
         empty = pack([[]] * len(rids))
         rest = pack(cached) + empty * 2
         start = head + pack(rids)
-        return cls(
-            rids,
-            reasons,
-            prompt,
-            cached,
-            start,
-            middle,
-            middle[:_PROBE],
-            rest,
-            empty[1:_HEADER] * 2,
-        )
+        headers = empty[1:_HEADER] * 2
+        return cls(rids, reasons, prompt, cached, start, middle, middle[:_PROBE], rest, headers)
 
-    def find_rest(self, data: bytes) -> int:
-        """Where ``rest`` is in a message; -1 when it is not where it should be."""
-        at = find_ending(data, self.rest, self.tail)
-        self.tail = len(data) - at - len(self.rest)
-        return at
+    def split(self, data: bytes) -> tuple[bytes, bytes, bytes] | None:
+        """What a message has between and after what is repeated; None when it repeats too little.
+
+        Returns:
+            Its tokens, counts and tail, each of which is yet to be seen to be just that.
+        """
+        first = data.find(self.probe, len(self.start))
+        after = first + len(self.middle)
+        end = find_ending(data, self.rest, self.tail)
+        last = end + len(self.rest)
+        if not (
+            0 < first <= after <= end
+            and data.startswith(self.start)
+            and data.startswith(self.middle, first)
+        ):
+            return None
+        self.tail = len(data) - last
+        return data[len(self.start) : first], data[after:end], data[last:]
 
 
-def suspects_in(data: bytes) -> int:
-    """How many bytes may be a bool.
+def hides_a_bool(data: bytes, headers: bytes, *numbers: array[int]) -> bool:
+    """Whether one of the numbers in a message, which arrays have taken, is no int.
 
     On the wire a bool is a byte 0xc2 or 0xc3; an int has as many of these bytes there, at
     whatever width, as in its four bytes in an array. (A float has not: it may have four or
-    eight.) So when a message has no more of them than the ints and the headers in it, none of
-    the ints is a bool.
+    eight.) So when a message has no more of them than its numbers and headers, none of them is a
+    bool.
+
+    Args:
+        data: The message, or what of it has numbers.
+        headers: What else in it may have such bytes.
+        numbers: The numbers in it.
     """
-    return len(data) - len(data.translate(None, _BOOLS))
+    suspects = len(data) - len(data.translate(None, _BOOLS))
+    if not suspects:
+        return False
+    known = headers + b"".join(numbers)
+    return suspects != len(known) - len(known.translate(None, _BOOLS))
 
 
 @attrs.define(eq=False, slots=True)
