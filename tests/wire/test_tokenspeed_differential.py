@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import attrs
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -198,7 +199,7 @@ def test_they_agree_on_any_bytes(data: bytes) -> None:
 
 
 def large(**columns: Any) -> list[Any]:
-    values = {
+    values: dict[str, Any] = {
         "tag": "BatchTokenIDOutSlim",
         "rids": [f"r{row}" for row in range(16)],
         "tokens": [[row] for row in range(16)],
@@ -228,7 +229,7 @@ def scored(rows: int = 16, token: int = 0) -> list[Any]:
 
 
 def many(token: int = 0, **columns: Any) -> list[Any]:
-    """So many rows that their constant columns are remembered."""
+    """Rows that the next batch has again, with other tokens and counts."""
     rows = 130
     usual: dict[str, Any] = {
         "rids": [f"r{row:020}" for row in range(rows)],
@@ -268,6 +269,46 @@ def test_constant_columns_are_not_taken_for_granted() -> None:
         [*usual[:3], usual[4], usual[3], *usual[5:]],
     ):
         agree([pack(usual)] * 5 + [pack(values), pack(usual)])
+
+
+def test_what_is_repeated_is_taken_from_the_last_batch() -> None:
+    """Or the tests of it test nothing."""
+    for cached in (0, 3):
+        decoder = TokenSpeedDecoder()
+        batches = [decoder.decode([pack(many(step, cached=[cached] * 130))]) for step in range(8)]
+        assert batches[7].prompt_tokens is batches[6].prompt_tokens
+        assert batches[1].prompt_tokens is not batches[0].prompt_tokens
+        assert [batch.token_ids[0] for batch in batches] == [[step] for step in range(8)]
+
+
+def test_what_is_not_repeated_may_be_anything_that_is_valid() -> None:
+    usual = [pack(many(step)) for step in range(5)]
+    one_each = [[row] for row in range(130)]
+    valid = [
+        many(tokens=[[], [1, 2], *one_each[2:]]),  # as many in all
+        many(tokens=[[row, row + 1, row + 2] for row in range(130)]),
+        many(tokens=[[]] * 130),
+        many(tokens=[[0xC2], [0xC3], [0xC2C3], *one_each[3:]]),
+        [*many()[:9], 0xFFFF, 0, 0, 0, 0],
+        [*many()[:9], 3, 2**32 - 1, 2**31, 0xC2, 0xC3],
+    ]
+    for values in valid:
+        assert None not in agree([*usual, pack(values), pack(values), *usual])
+    wrong = [
+        [*many()[:9], 0x10000, 2, 3, 4, 5],
+        [*many()[:9], True, 2, 3, 4, 5],
+        [*many()[:9], 1, 2, 3, 4, False],
+        [*many()[:9], 1, 2, 3, 4, 2**32],
+        [*many()[:9], 1, 2, 3, -4, 5],
+        [*many()[:9], 1, 2, None, 4, 5],
+        many(tokens=[[True], *one_each[1:]]),
+        many(completion=[False, *range(129)]),
+    ]
+    for values in wrong:
+        assert agree([*usual, pack(values), usual[0]])[-2:] == [None, agree([usual[0]])[0]]
+    # Other ids after the same first one.
+    for rids in ([f"r{row:020}" for row in (*range(129), 7777)], ["r" + "0" * 20] * 130):
+        assert None not in agree([*usual, pack(many(rids=rids)), usual[0]])
 
 
 def test_columns_that_vary_are_decoded() -> None:
@@ -357,23 +398,31 @@ def test_a_bool_is_found_beside_logprobs_of_any_width() -> None:
 EMPTY = pack([[]] * 16) * 2
 
 
-def test_the_empty_columns_elsewhere_are_not_cut() -> None:
-    assert None not in agree([pack(large())] * 3)
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_the_empty_columns_elsewhere_are_not_cut(tokens: int) -> None:
+    def usual(**columns: Any) -> list[Any]:
+        return large(**{"cached": [tokens] * 16, **columns})  # zeros are cut as well
+
+    assert None not in agree([pack(usual())] * 3)
     for name in ("cached", "tail", "reasons"):
         nils: dict[str, Any] = {"logprobs": None, "logprob_ids": None}
         text: dict[str, Any] = {name: EMPTY}  # as bytes of one value
         rows: dict[str, Any] = {name: [[]] * 16}
         for columns in (nils, text, rows, {**nils, **text}, {**nils, **rows}):
-            assert agree([pack(large(**columns))] * 3) == [None] * 3
-    assert agree([pack(large()) + EMPTY, pack(large())[:-4] + EMPTY]) == [None] * 2
+            assert agree([pack(usual(**columns))] * 3) == [None] * 3
+    assert agree([pack(usual()) + EMPTY, pack(usual())[:-4] + EMPTY]) == [None] * 2
     # Later elements may hold anything, that run included.
-    assert None not in agree([pack([*large(), EMPTY]), pack([*large(), [[]] * 16, [[]] * 16])])
+    assert None not in agree([pack([*usual(), EMPTY]), pack([*usual(), [[]] * 16, [[]] * 16])])
 
 
 def test_nothing_in_a_message_passes_for_a_hole() -> None:
     hole = unpack(HOLE)  # not known to any engine; even so, only where columns may be cut
     for name in ("rids", "logprobs", "logprob_ids", "tail"):
         assert agree([pack(large()), pack(large()), pack(large(**{name: hole}))])[-1] is None
+        assert agree([pack(large(cached=[3] * 16)), pack(large(**{name: hole}))])[-1] is None
+    for name in ("rids", "tokens", "reasons", "prompt", "completion", "cached", "logprobs", "tail"):
+        for item in (hole, [hole] * 130):
+            assert agree([pack(many())] * 5 + [pack(many(0, **{name: item}))])[-1] is None
 
 
 def test_a_bool_is_found_among_numbers_that_look_like_it() -> None:

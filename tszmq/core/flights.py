@@ -274,7 +274,7 @@ class Flights:
         if rows is None or not (
             rows.are(batch.request_ids) or rows.grow(batch.request_ids, self.requests)
         ):
-            known, rows = self._resolve(batch, rows)
+            known, rows = self._resolve(batch)
             if not rows.requests:
                 return Applied([], [], self._apply_load(batch, now))
             batch = known
@@ -292,8 +292,6 @@ class Flights:
         self._commit(rows, batch, ended, now)
         for position in gaps:
             rows.take_back(position, len(batch.token_ids[position]))
-        if counted:
-            rows.open_steps()
         return self._deliver(rows, batch, ended, now)
 
     def _apply_step(self, rows: Rows, batch: EngineBatch, now: float) -> Applied:
@@ -308,25 +306,19 @@ class Flights:
         rows.hidden = rows.nothing_to_do.hidden
         return rows.nothing_to_do
 
-    def _resolve(self, batch: EngineBatch, last: Rows | None) -> tuple[EngineBatch, Rows]:
-        """Whose rows these are; without those of requests that are not (or no longer) ours.
-
-        Args:
-            batch: The batch.
-            last: The rows remembered of the engine that it names.
-        """
-        if last is not None:
-            last.spill()
+    def _resolve(self, batch: EngineBatch) -> tuple[EngineBatch, Rows]:
+        """Whose rows these are; without those of requests that are not (or no longer) ours."""
         found = list(map(self.requests.get, batch.request_ids))
         if None in found:
             batch = only_rows(batch, [i for i, row in enumerate(found) if row is not None])
         rows = Rows(batch.request_ids, [row for row in found if row is not None])
         for index in rows.sources:  # mostly the one that the batch names
-            self._rows[index].disturb()
+            self._rows[index].disturb(rows.ids)
         if len(rows.sources) == 1:
             before = self._rows[rows.source]
             # The first tokens of a few new requests may come by themselves: keep the others.
             if not len(rows.ids) < _FEW <= len(before.ids):
+                before.spill()
                 self._show(before)
                 self._rows[rows.source] = rows
         return batch, rows

@@ -141,10 +141,9 @@ class Rows:
             return False
         arrays = [request.tokens for request in joined]
         scored = sum(request.logprobs is not None for request in joined)
-        if bool(self._scored) != bool(scored) or scored not in (0, len(joined)):
-            self.spill()
-            self._steps.forget()  # it is for rows that all have logprobs, or none
-        elif not self._steps.has_room(len(arrays)):
+        # Either all rows have logprobs beside what is kept, or none has.
+        alike = scored == (len(joined) if self._scored else 0)
+        if not (alike and self._steps.has_room(len(arrays))):
             self.spill()
         self._steps.join(arrays)
         self.ids = ids
@@ -182,10 +181,11 @@ class Rows:
     def _are_distinct(self) -> bool:
         return len(self._distinct) == len(self.requests)
 
-    def disturb(self) -> None:
-        """A batch with other rows brings tokens for some of these."""
-        self.spill()
-        self._steps.forget()
+    def disturb(self, ids: list[str]) -> None:
+        """A batch with other rows comes, which may bring tokens for some of these."""
+        if not self._distinct.isdisjoint(ids):
+            self.spill()
+            self._steps.forget()
 
     def start(self, now: float) -> list[Request]:
         """Those whose first token has come with this batch."""
@@ -218,11 +218,6 @@ class Rows:
         """Deal out what the third shortcut kept for those that end with it."""
         for position in ended:
             self._steps.deal_to(position, self.arrays[position], self.requests[position].logprobs)
-
-    def open_steps(self) -> None:
-        """Offer the third shortcut to the next batch, after one that went the long way."""
-        if self._are_distinct() and len(self._scored) in (0, len(self.arrays)):
-            self._steps.open()
 
     def spill(self) -> None:
         """Deal out what the third shortcut kept together."""
@@ -267,7 +262,10 @@ class Rows:
 
     def count(self, batch: EngineBatch) -> bool:
         """Whether the batch, which has been stored, counts for each row what has come for it."""
-        return self._steps.count(batch, self.arrays)
+        counted = self._steps.count(batch, self.arrays)
+        if not self._are_distinct():
+            self._steps.forget()  # it has a place for each once
+        return counted
 
     def take_back(self, position: int, count: int) -> None:
         """Remove a row's last tokens, which nobody was shown: they came after a gap."""

@@ -48,7 +48,6 @@ class Steps:
         "_logprobs",
         "_most",
         "_number",
-        "_open",
         "_spare",
         "_stride",
         "_tokens",
@@ -58,7 +57,6 @@ class Steps:
     def __init__(self) -> None:
         self._counts: bytes | None = None  # what is kept here included; None when not known
         self._number: int | None = None  # the same as one integer; None when not worked out
-        self._open = False
         self._tokens = array("I")  # the block
         self._logprobs = array("d")  # beside it, where the rows have any
         self.full = False
@@ -70,11 +68,11 @@ class Steps:
 
     def forget(self) -> None:
         """The rows are others, or get tokens in another way."""
-        self._open = False
         self._counts = None
 
     def count(self, batch: EngineBatch, arrays: Sequence[array[int]]) -> bool:
-        """Whether a batch, which has been stored, counts for each row what has come for it."""
+        """Whether a batch, which has been stored, counts for each row what has come for it; if
+        so, ``take`` may be asked to keep the next."""
         step = batch.one_each
         if step is not None and self._counts is not None and self._are_next(step):
             return True
@@ -84,10 +82,6 @@ class Steps:
             return True
         self._counts = None
         return False
-
-    def open(self) -> None:
-        """Take what comes next, after a batch that went the long way."""
-        self._open = self._counts is not None
 
     def take(self, batch: EngineBatch, scored: bool) -> bool:
         """Keep a batch of the rows that are known here.
@@ -100,7 +94,7 @@ class Steps:
             False when it has to be looked at.
         """
         step = batch.one_each
-        if not self._open or step is None or self._counts is None or batch.details:
+        if step is None or self._counts is None or batch.details:
             return False
         if (scored and step.logprobs is None) or not self._are_next(step):
             return False

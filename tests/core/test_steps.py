@@ -1,0 +1,161 @@
+"""Batches of one token a row, kept together while rows end and join."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import attrs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.core.parts import Place
+from tszmq.core.request import ABORTED, Request
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@attrs.define(eq=False)
+class Row:
+    """A request, and what it should have."""
+
+    request: Request
+    tokens: list[int] = attrs.field(factory=list)
+
+
+class Crowd:
+    """An engine's rows in order, as continuous batching has them: new ones come last."""
+
+    def __init__(self) -> None:
+        self.place = Place()
+        self.rows: list[Row] = []
+        self.token = 0
+
+    def admit(self, count: int, logprobs: bool = False) -> list[Row]:
+        """Requests that the engine does not run yet."""
+        return [Row(self.place.admit(logprobs=logprobs)) for _ in range(count)]
+
+    def step(self, ending: set[int] = frozenset(), joining: list[Row] | None = None) -> None:  # type: ignore[assignment]
+        """A batch of all rows, those that join after the others; some end with it."""
+        self.rows += joining or []
+        self._apply(self.rows, ending)
+        self.rows = [row for at, row in enumerate(self.rows) if at not in ending]
+
+    def alone(self, rows: list[Row]) -> None:
+        """A batch of rows that have not joined the others: their prompts were just read."""
+        self._apply(rows, set())
+
+    def _apply(self, rows: list[Row], ending: set[int]) -> None:
+        lines = []
+        for at, row in enumerate(rows):
+            self.token += 1
+            row.tokens.append(self.token)
+            lines.append((row.request, self.token, *(["stop"] if at in ending else [])))
+        self.place.flights.apply(
+            self.place.step(
+                *lines,
+                counts=[len(row.tokens) for row in rows],
+                logprobs=[[-float(row.tokens[-1])] for row in rows],
+            ),
+            2.0,
+        )
+        for at in ending:
+            self.verify(rows[at])
+            assert rows[at].request.result().finish_reason == "stop"
+
+    def dealt(self) -> int:
+        """How many tokens the rows have been dealt out."""
+        return sum(len(row.request.tokens) for row in self.rows)
+
+    def verify(self, row: Row) -> None:
+        """It has been dealt out what came for it, in order."""
+        assert row.request.tokens.tolist() == row.tokens
+        if row.request.logprobs is not None:
+            assert row.request.logprobs.tolist() == [-float(token) for token in row.tokens]
+
+    def verify_all(self) -> None:
+        self.place.check()
+        for row in self.rows:
+            self.verify(row)
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_rows_that_end_or_join_do_not_break_up_what_is_kept(logprobs):
+    crowd = Crowd()
+    crowd.step(joining=crowd.admit(40, logprobs))
+    assert crowd.dealt() == 40
+    crowd.step(ending={3, 7})
+    crowd.step(ending={0, 17})
+    crowd.step()
+    assert crowd.dealt() == 36
+    crowd.step(joining=crowd.admit(2, logprobs))  # the first to join: now there will be room
+    dealt = crowd.dealt()
+    crowd.step(ending={5})
+    crowd.step(joining=crowd.admit(2, logprobs))
+    crowd.step(ending={0, 18}, joining=crowd.admit(1, logprobs))
+    joining = crowd.admit(2, logprobs)
+    crowd.alone(joining)
+    crowd.step()
+    crowd.step(joining=joining)
+    crowd.step()
+    assert crowd.dealt() < dealt + 2
+    crowd.verify_all()
+
+
+def test_a_row_with_logprobs_that_joins_rows_without_gets_its_own():
+    crowd = Crowd()
+    crowd.step(joining=crowd.admit(20))
+    for joining in (crowd.admit(1), crowd.admit(2, True), crowd.admit(1), crowd.admit(1, True)):
+        for _ in range(3):
+            crowd.step()
+        crowd.step(joining=joining)
+    crowd.step()
+    crowd.verify_all()
+
+
+@pytest.mark.parametrize("most", [3, 64])
+def test_so_many_steps_are_kept_and_no_more(most):
+    with mock.patch("tszmq.core.steps._MOST", most):
+        crowd = Crowd()
+        crowd.step(joining=crowd.admit(20))
+        for step in range(1, 2 * most):
+            crowd.step()
+            assert crowd.dealt() == 20 * (1 + step // most * most)
+
+
+JOINING = st.tuples(
+    st.integers(0, 6), st.integers(0, 2), st.sampled_from([None, None, False, True])
+)
+ROUNDS = st.lists(
+    st.tuples(
+        st.sets(st.integers(0, 39), max_size=4),
+        JOINING,
+        st.integers(1, 4),
+        st.sampled_from(["", "", "", "", "look", "withdraw"]),
+    ),
+    min_size=3,
+    max_size=25,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(logprobs=st.booleans(), first=st.integers(16, 30), rounds=ROUNDS)
+def test_everyone_gets_his_own_whoever_ends_or_joins(logprobs, first, rounds):
+    crowd = Crowd()
+    crowd.step(joining=crowd.admit(first, logprobs))
+    for ending, (count, before, other), steps, then in rounds:
+        joining = crowd.admit(count, logprobs if other is None else other)
+        for _ in range(before if joining else 0):
+            crowd.alone(joining)
+        rows = len(crowd.rows) + len(joining)
+        if rows:
+            crowd.step({at for at in ending if at < rows}, joining)
+        for _ in range(steps if crowd.rows else 0):
+            crowd.step()
+        if then == "look":
+            crowd.verify_all()
+        elif then == "withdraw" and crowd.rows:
+            row = crowd.rows.pop(len(crowd.rows) // 2)
+            assert crowd.place.flights.withdraw(row.request, ABORTED, 3.0)
+            crowd.verify(row)
+    crowd.verify_all()
