@@ -11,9 +11,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tszmq.checks import shown
+from tszmq.core.endings import deadline_passed
 from tszmq.core.request import ABORTED, Group, Request
 from tszmq.errors import ClientClosed, DeadlineExceeded, ForkedClient, InvalidRequest, TszmqError
-from tszmq.net.control import deadline_end
 from tszmq.net.gate import Gate
 from tszmq.net.mailbox import Do, Settle
 from tszmq.net.submit import admit, expire_at, give_up, send, withdraw_all
@@ -314,7 +314,7 @@ class _Batch:
     def _expire(self) -> None:
         timeout = self._timeout
         assert timeout is not None
-        withdraw_all(self._session, list(self._unfinished.values()), deadline_end(timeout))
+        withdraw_all(self._session, list(self._unfinished.values()), deadline_passed(timeout))
         text = f"the batch's timeout of {timeout} s passed before this prompt was sent"
         self._give_up_rest(lambda: DeadlineExceeded(text))
 

@@ -14,12 +14,13 @@ from typing import Any, Literal, NoReturn
 from tszmq import bulk
 from tszmq.calls import EngineCalls
 from tszmq.checks import shown
+from tszmq.core.endings import deadline_passed
 from tszmq.core.flights import Flights
 from tszmq.core.policy import Policy
 from tszmq.core.request import ABORTED, Request
 from tszmq.errors import ConnectError, HandshakeTimeout, InvalidRank, InvalidRequest
 from tszmq.net.addresses import check_endpoints
-from tszmq.net.control import Settings, deadline_end
+from tszmq.net.control import Settings
 from tszmq.net.gate import Gate
 from tszmq.net.mailbox import Do
 from tszmq.net.session import Session
@@ -329,7 +330,7 @@ class Client(EngineCalls):
             submit(session, request, frames, data_parallel_rank, deadline)
             if not gate.wait(lambda: request.end is not None, deadline):
                 assert timeout is not None
-                withdraw(session, request, deadline_end(timeout))
+                withdraw(session, request, deadline_passed(timeout))
         except BaseException:
             withdraw(session, request, ABORTED)
             raise

@@ -1,15 +1,23 @@
-"""What a terminal row, or a gap, means for its request."""
+"""How requests end: what a terminal row means, and every way to end without one."""
 
 from __future__ import annotations
 
 from functools import lru_cache, partial
 
 from tszmq.core.request import End, Request
-from tszmq.errors import EnginePaused, RequestRejected, TokensLost, TszmqError
+from tszmq.errors import (
+    DeadlineExceeded,
+    DecodeError,
+    EngineDead,
+    EnginePaused,
+    RequestRejected,
+    TokensLost,
+    TszmqError,
+)
 from tszmq.types import Completion
 from tszmq.wire.base import RowDetail
 
-__all__ = ["ending", "tokens_lost"]
+__all__ = ["deadline_passed", "ending", "engine_died", "output_lost", "tokens_lost"]
 
 
 def ending(row: Request, reason: str) -> End:
@@ -39,9 +47,58 @@ def _refusal(detail: RowDetail | None, partial_result: Completion) -> TszmqError
     )
 
 
-def tokens_lost(count: int, partial_result: Completion) -> TszmqError:
+def tokens_lost(count: int, *, abort: bool) -> End:
+    """The engine counts more tokens than came. ``abort``: it has not ended the request itself."""
+    return End(error=partial(_tokens_lost, count), abort=abort)
+
+
+def _tokens_lost(count: int, partial_result: Completion) -> TszmqError:
     return TokensLost(
         f"engine {partial_result.engine_index} counts {count} tokens of this request, "
         f"{partial_result.completion_tokens} came before a gap: a message was lost",
         partial=partial_result,
+    )
+
+
+def deadline_passed(timeout: float) -> End:
+    """The request's ``timeout``, in seconds, has passed."""
+    return End(error=partial(_deadline_exceeded, timeout), abort=True)
+
+
+def _deadline_exceeded(timeout: float, partial_result: Completion) -> TszmqError:
+    return DeadlineExceeded(
+        f"the request did not finish within its timeout of {timeout} s; "
+        f"{partial_result.completion_tokens} tokens had come",
+        partial=partial_result,
+    )
+
+
+def engine_died(kind: type[EngineDead], index: int, reason: str) -> End:
+    """Its engine is dead, or cannot be understood."""
+    return End(error=partial(_engine_dead, kind, index, reason), abort=True)
+
+
+def _engine_dead(
+    kind: type[EngineDead], index: int, reason: str, partial_result: Completion
+) -> TszmqError:
+    return kind(
+        f"engine {index} is dead: {reason}; {partial_result.completion_tokens} tokens of the "
+        "request had come",
+        engine_index=index,
+        reason=reason,
+    )
+
+
+def output_lost(index: int) -> End:
+    """What its engine had sent when its output connection was lost is gone."""
+    return End(error=partial(_output_lost, index), abort=True)
+
+
+def _output_lost(index: int, partial_result: Completion) -> TszmqError:
+    return DecodeError(
+        f"engine {index} lost its output connection, because a message was too large or the "
+        f"connection broke; {partial_result.completion_tokens} tokens of the request had come "
+        "and what was in transit is lost",
+        engine_index=index,
+        reason="its output connection was lost",
     )

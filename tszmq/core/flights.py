@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from itertools import compress, count
 from typing import TypeVar
 
@@ -23,9 +22,7 @@ from tszmq.core.policy import Policy
 from tszmq.core.request import End, Request, Wakeable
 from tszmq.core.routing import RoutingState, all_dead
 from tszmq.core.rows import Applied, Rows, only_rows
-from tszmq.errors import (
-    TszmqError,
-)
+from tszmq.errors import TszmqError
 from tszmq.types import EngineHealth, EngineInfo, EngineLoad
 from tszmq.wire.base import EngineBatch
 
@@ -340,9 +337,7 @@ class Flights:
         """A row that counts more tokens than arrived has lost a message: end it with that."""
         gaps = [at for at, count in enumerate(counts) if count > len(rows.arrays[at])]
         for position in gaps:
-            ended[position] = End(
-                error=partial(tokens_lost, counts[position]), abort=position not in ended
-            )
+            ended[position] = tokens_lost(counts[position], abort=position not in ended)
         return gaps
 
     def _commit(self, rows: Rows, batch: EngineBatch, ended: dict[int, End], now: float) -> None:

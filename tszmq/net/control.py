@@ -28,10 +28,11 @@ from typing import Any
 import attrs
 import zmq
 
-from tszmq.core.request import End, Request
+from tszmq.core.endings import deadline_passed, output_lost
+from tszmq.core.request import Request
 from tszmq.core.startup import Startup
 from tszmq.core.wave import WaveClock
-from tszmq.errors import ClientClosed, DeadlineExceeded, DecodeError, TszmqError
+from tszmq.errors import ClientClosed, DecodeError, TszmqError
 from tszmq.net import mailbox as mail
 from tszmq.net.gate import never_waits
 from tszmq.net.greeter import Greeter
@@ -43,7 +44,7 @@ from tszmq.net.shared import Muster, Shared, wake_all
 from tszmq.net.silence import SilenceWatch
 from tszmq.net.sockets import NOWHERE, WAKE, Sockets, source_fd
 from tszmq.net.timers import Timers
-from tszmq.types import Completion, EngineInfo
+from tszmq.types import EngineInfo
 from tszmq.wire.startup import engine_index
 
 __all__ = ["Settings", "run_control"]
@@ -203,7 +204,7 @@ class _Control:
         now = time.monotonic()
         self._timers.run_due(now)
         for item in self._timers.expired(now):
-            self._settle(mail.Settle([item.request], deadline_end(item.timeout)))
+            self._settle(mail.Settle([item.request], deadline_passed(item.timeout)))
 
     # -- engines come
 
@@ -358,8 +359,7 @@ class _Control:
 
     def _cut_off(self, index: int, epoch: int, ids: list[str]) -> None:
         """Its output connection was lost and it did not die: what was in transit is gone."""
-        end = End(error=partial(_lost_output, index), abort=True)
-        ended = []
+        end, ended = output_lost(index), []
         with self._shared.state as flights:
             record = flights.engines[index]
             if record.epoch != epoch or not record.info.alive:
@@ -509,29 +509,6 @@ class _Control:
 
 def _closed() -> TszmqError:
     return ClientClosed("the client was closed")
-
-
-def deadline_end(timeout: float) -> End:
-    """How a request ends whose ``timeout`` has passed."""
-    return End(error=partial(_deadline_exceeded, timeout), abort=True)
-
-
-def _deadline_exceeded(timeout: float, partial_result: Completion) -> TszmqError:
-    return DeadlineExceeded(
-        f"the request did not finish within its timeout of {timeout} s; "
-        f"{partial_result.completion_tokens} tokens had come",
-        partial=partial_result,
-    )
-
-
-def _lost_output(index: int, partial_result: Completion) -> TszmqError:
-    return DecodeError(
-        f"engine {index} lost its output connection, because a message was too large or the "
-        f"connection broke; {partial_result.completion_tokens} tokens of the request had come "
-        "and what was in transit is lost",
-        engine_index=index,
-        reason="its output connection was lost",
-    )
 
 
 def _batch_bytes(info: EngineInfo) -> int:

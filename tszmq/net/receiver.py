@@ -18,7 +18,8 @@ from typing import Any
 import attrs
 import zmq
 
-from tszmq.core.request import End, Wakeable
+from tszmq.core.endings import engine_died
+from tszmq.core.request import Wakeable
 from tszmq.errors import DecodeError, EngineDead, TszmqError
 from tszmq.net.gate import never_waits
 from tszmq.net.log import log
@@ -26,7 +27,6 @@ from tszmq.net.mailbox import Dropped, Suspect, Wave
 from tszmq.net.peers import Attribution
 from tszmq.net.shared import Shared, wake_all
 from tszmq.net.sockets import NOWHERE, WAKE, Owned, source_fd
-from tszmq.types import Completion
 from tszmq.wire.base import (
     ENGINE_CORE_DEAD,
     BatchDecoder,
@@ -268,7 +268,7 @@ class _Receiver:
     def _retire(self, order: Retire, *, unreadable: bool = False) -> None:
         kind = DecodeError if unreadable else EngineDead
         index, reason = order.engine_index, order.reason
-        end = End(error=partial(_engine_dead, kind, index, reason), abort=True)
+        end = engine_died(kind, index, reason)
         with self._shared.state as flights:
             dropped = flights.drop(index, order.epoch, end, time.monotonic())
             waiting = flights.grant()
@@ -331,17 +331,6 @@ class _Receiver:
 def _engine_dead_in_call(kind: type[EngineDead], index: int, reason: str) -> TszmqError:
     return kind(
         f"engine {index} is dead: {reason}; it did not answer the call",
-        engine_index=index,
-        reason=reason,
-    )
-
-
-def _engine_dead(
-    kind: type[EngineDead], index: int, reason: str, partial_result: Completion
-) -> TszmqError:
-    return kind(
-        f"engine {index} is dead: {reason}; {partial_result.completion_tokens} tokens of the "
-        "request had come",
         engine_index=index,
         reason=reason,
     )
