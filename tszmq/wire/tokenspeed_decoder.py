@@ -103,6 +103,8 @@ class TokenSpeedDecoder:
             del self._repeated[key]
         shape = self._shape
         if not data.startswith(shape.header, len(_HEAD)):
+            if int.from_bytes(key[1:_HEADER], "big") > len(data):
+                return None  # nothing is made for rows that are not there
             self._shape = shape = Shape.of(key[:_HEADER])
         values, scored, known = _unpack_large(data, shape, self._known.get(key[_HEADER:]))
         start = _IDS + len("".join(values[1]) if known is None else known.ids)
