@@ -186,10 +186,10 @@ class _Batch:
                 raise InvalidRequest(f"{self._pulled} prompts came, and more sampling_params")
             return False
         self._pulled = index + 1
+        params = next(self._params, _NO_MORE)
+        if params is _NO_MORE:
+            raise InvalidRequest(f"prompt {index} has no sampling_params: there are no more")
         try:
-            params = next(self._params, _NO_MORE)
-            if params is _NO_MORE:
-                raise InvalidRequest(f"prompt {index} has no sampling_params: there are no more")
             self._held = self._preparer.prepare(
                 prompt,
                 params,
@@ -203,6 +203,8 @@ class _Batch:
                 position=index,
             )
         except (TszmqError, TypeError) as error:
+            if isinstance(prompt, int):
+                error.add_note("each prompt is a sequence of token ids; for one, call generate")
             self._fail(index, error)
         return True
 
@@ -326,6 +328,7 @@ class _Batch:
             if not isinstance(outcome, TokenChunk) or outcome.finish_reason is not None:
                 self._done += 1
             if isinstance(outcome, Exception) and not self._return_errors:
+                outcome.add_note(f"this is about prompts[{index}] of the call")
                 raise outcome
             yield index, outcome
         self._report()

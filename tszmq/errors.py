@@ -13,7 +13,7 @@
     ├── InvalidRequest               (also ValueError) the caller's arguments cannot be served
     │   ├── InvalidRank              a pin on an engine that does not exist
     │   └── UnsupportedField         this wire protocol cannot carry that field
-    ├── QueueFull                    ``max_inflight`` was reached
+    ├── QueueFull                    (also TimeoutError) no place within ``max_inflight`` in time
     ├── DeadlineExceeded             (also TimeoutError) the request's ``timeout`` passed
     └── LockOrderError               debug builds: a lock was used against the rules
 
@@ -61,7 +61,7 @@ class HandshakeTimeout(ConnectError, TimeoutError):
 
 
 class EngineDead(TszmqError):
-    """An engine was lost while it held the request, or no engine is alive.
+    """An engine was lost while it held the request, or its output was; or no engine is alive.
 
     Attributes:
         engine_index: The engine, or None when every engine is dead or none can be named.
@@ -75,7 +75,10 @@ class EngineDead(TszmqError):
 
 
 class DecodeError(EngineDead):
-    """Bytes of an engine could not be read as its protocol's messages."""
+    """Bytes of an engine could not be read as its protocol's messages, or were cut off.
+
+    Where only the connection broke, the engine itself goes on: ``Client.health`` tells.
+    """
 
 
 class ClientClosed(TszmqError):
@@ -128,8 +131,8 @@ class UnsupportedField(InvalidRequest):
     """The wire protocol in use cannot carry this field."""
 
 
-class QueueFull(TszmqError):
-    """``max_inflight`` requests are unfinished and the call was not to wait any longer."""
+class QueueFull(TszmqError, TimeoutError):
+    """``max_inflight`` requests were unfinished until the call's ``timeout``; nothing was sent."""
 
 
 class DeadlineExceeded(TszmqError, TimeoutError):

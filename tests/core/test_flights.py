@@ -646,13 +646,17 @@ def test_top_logprobs_are_collected_and_prompt_logprobs_survive():
     assert result.stop_reason == 2
 
 
-def test_cached_tokens_reach_streams_at_once_and_others_at_their_end():
+def test_cached_tokens_reach_streams_at_once_and_others_at_their_start_and_end():
     place = Place()
-    stream, plain = place.admit(streaming=True), place.admit()
-    place.apply((stream, [1]), (plain, [1]), cached_tokens=[2, 3])
-    assert stream.cached_tokens == 2
-    place.apply((stream, [1]), (plain, [1], "stop"), cached_tokens=[2, 3])
-    assert plain.result().cached_tokens == 3
+    stream, plain, other = place.admit(streaming=True), place.admit(), place.admit()
+    place.apply((stream, [1]), (plain, [1]), (other, []), cached_tokens=[2, 3, 4])
+    assert (stream.cached_tokens, plain.cached_tokens, other.cached_tokens) == (2, 3, 0)
+    place.apply((stream, [1]), (plain, [1]), (other, [1]), cached_tokens=[5, 6, 7])
+    assert (stream.cached_tokens, plain.cached_tokens, other.cached_tokens) == (5, 3, 7)
+    place.flights.withdraw(other, ABORTED, 3.0)
+    assert other.result().cached_tokens == 7
+    place.apply((stream, [1]), (plain, [1], "stop"), cached_tokens=[2, 8])
+    assert plain.result().cached_tokens == 8
 
 
 def test_what_was_not_shown_yet_is_shown_at_the_end():
@@ -897,6 +901,7 @@ def apply_naively(expected: dict[str, Expected], batch: Any, now: float) -> None
         each.tokens += batch.token_ids[i]
         if each.tokens and each.first is None:
             each.first = now
+            each.cached = batch.cached_tokens[batch.request_ids.index(batch.request_ids[i])]
         values = batch.logprobs and batch.logprobs[i]
         each.logprobs += values or [math.nan] * len(batch.token_ids[i])
         if batch.details and i in batch.details:
@@ -931,6 +936,7 @@ def outcome(request: Request) -> str | None:
 
 
 TOKENS = st.integers(0, (1 << 32) - 1)
+REASONS = ["stop", "abort"]  # of a request without a token, the latter is a refusal
 CHANGES = ("admit", "admit", "remove", "return", "double", "turn", "withdraw", "other", "nothing")
 ROUNDS = st.lists(
     st.tuples(
@@ -1022,7 +1028,7 @@ def step_both(
     tokens = [data.draw(TOKENS) for _ in ids]
     reasons = [""] * len(ids)
     if data.draw(st.integers(0, 7)) == 7:
-        reasons[data.draw(st.integers(0, len(ids) - 1))] = "stop"
+        reasons[data.draw(st.integers(0, len(ids) - 1))] = data.draw(st.sampled_from(REASONS))
     counts = [len(expected[each].tokens) + 1 for each in ids]
     if len(set(ids)) == len(ids) and data.draw(st.integers(0, 15)) == 15:
         counts[data.draw(st.integers(0, len(ids) - 1))] += 1

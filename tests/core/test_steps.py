@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from unittest import mock
 
 import attrs
@@ -35,22 +36,27 @@ class Crowd:
         """Requests that the engine does not run yet."""
         return [Row(self.place.admit(logprobs=logprobs)) for _ in range(count)]
 
-    def step(self, ending: set[int] = frozenset(), joining: list[Row] | None = None) -> None:  # type: ignore[assignment]
+    def step(
+        self,
+        ending: Collection[int] = (),
+        joining: Collection[Row] = (),
+        reason: str = "stop",
+    ) -> None:
         """A batch of all rows, those that join after the others; some end with it."""
-        self.rows += joining or []
-        self._apply(self.rows, ending)
+        self.rows += joining
+        self._apply(self.rows, ending, reason)
         self.rows = [row for at, row in enumerate(self.rows) if at not in ending]
 
     def alone(self, rows: list[Row]) -> None:
         """A batch of rows that have not joined the others: their prompts were just read."""
-        self._apply(rows, set())
+        self._apply(rows, (), "")
 
-    def _apply(self, rows: list[Row], ending: set[int]) -> None:
+    def _apply(self, rows: list[Row], ending: Collection[int], reason: str) -> None:
         lines = []
         for at, row in enumerate(rows):
             self.token += 1
             row.tokens.append(self.token)
-            lines.append((row.request, self.token, *(["stop"] if at in ending else [])))
+            lines.append((row.request, self.token, *([reason] if at in ending else [])))
         self.place.flights.apply(
             self.place.step(
                 *lines,
@@ -61,7 +67,7 @@ class Crowd:
         )
         for at in ending:
             self.verify(rows[at])
-            assert rows[at].request.result().finish_reason == "stop"
+            assert rows[at].request.result().finish_reason == reason
 
     def dealt(self) -> int:
         """How many tokens the rows have been dealt out."""
@@ -102,6 +108,16 @@ def test_rows_that_end_or_join_do_not_break_up_what_is_kept(logprobs):
     crowd.verify_all()
 
 
+def test_an_abort_after_tokens_that_are_kept_is_no_refusal():
+    crowd = Crowd()
+    crowd.step(joining=crowd.admit(20))
+    crowd.step(joining=crowd.admit(2))
+    crowd.step(joining=crowd.admit(2))
+    crowd.step(ending={23}, reason="abort")
+    crowd.step(ending={0, 22}, reason="abort")
+    crowd.verify_all()
+
+
 def test_a_row_with_logprobs_that_joins_rows_without_gets_its_own():
     crowd = Crowd()
     crowd.step(joining=crowd.admit(20))
@@ -115,7 +131,7 @@ def test_a_row_with_logprobs_that_joins_rows_without_gets_its_own():
 
 @pytest.mark.parametrize("most", [3, 64])
 def test_so_many_steps_are_kept_and_no_more(most):
-    with mock.patch("tszmq.core.steps._MOST", most):
+    with mock.patch("tszmq.core.steps._STEPS_KEPT", most):
         crowd = Crowd()
         crowd.step(joining=crowd.admit(20))
         for step in range(1, 2 * most):

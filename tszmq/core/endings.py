@@ -6,6 +6,7 @@ from functools import lru_cache, partial
 
 from tszmq.core.request import End, Request
 from tszmq.errors import (
+    ClientClosed,
     DeadlineExceeded,
     DecodeError,
     EngineDead,
@@ -17,7 +18,14 @@ from tszmq.errors import (
 from tszmq.types import Completion
 from tszmq.wire.base import RowDetail
 
-__all__ = ["deadline_passed", "ending", "engine_died", "output_lost", "tokens_lost"]
+__all__ = [
+    "client_closed",
+    "deadline_passed",
+    "ending",
+    "engine_died",
+    "output_lost",
+    "tokens_lost",
+]
 
 
 def ending(row: Request, reason: str) -> End:
@@ -58,6 +66,11 @@ def _tokens_lost(count: int, partial_result: Completion) -> TszmqError:
         f"{partial_result.completion_tokens} came before a gap: a message was lost",
         partial=partial_result,
     )
+
+
+def client_closed() -> TszmqError:
+    """It was closed before, or while it was waited for."""
+    return ClientClosed("the client was closed")
 
 
 def deadline_passed(timeout: float) -> End:

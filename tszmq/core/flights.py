@@ -282,11 +282,12 @@ class Flights:
         rows.store(batch.token_ids)
         rows.store_logprobs(batch)
         rows.store_details(batch)
+        started = rows.start(now, batch.cached_tokens)
         ended = self._ends(rows, batch) if batch.num_finished else {}
         counts = batch.completion_tokens
         counted = counts is not None and rows.count(batch)
         gaps = [] if counted or counts is None else self._find_gaps(rows, counts, ended)
-        self._commit(rows, batch, ended, now)
+        self._commit(rows, batch, started, ended, now)
         for position in gaps:
             rows.take_back(position, len(batch.token_ids[position]))
         return self._deliver(rows, batch, ended, now)
@@ -294,9 +295,11 @@ class Flights:
     def _apply_step(self, rows: Rows, batch: EngineBatch, now: float) -> Applied:
         """The rest of ``apply`` for a batch whose tokens the rows keep together."""
         if batch.num_finished or rows.unstarted:
+            started = rows.start(now, batch.cached_tokens)
+            if batch.num_finished:
+                rows.deal_to(compress(count(), batch.finish_reasons))
             ended = self._ends(rows, batch) if batch.num_finished else {}
-            rows.deal_to(ended)
-            self._commit(rows, batch, ended, now)
+            self._commit(rows, batch, started, ended, now)
             return self._deliver(rows, batch, ended, now)
         self.routing.advance(rows.source, batch.load, len(rows.arrays))
         self.engines[rows.source].last_output = now
@@ -340,12 +343,18 @@ class Flights:
             ended[position] = tokens_lost(counts[position], abort=position not in ended)
         return gaps
 
-    def _commit(self, rows: Rows, batch: EngineBatch, ended: dict[int, End], now: float) -> None:
+    def _commit(
+        self,
+        rows: Rows,
+        batch: EngineBatch,
+        started: list[Request],
+        ended: dict[int, End],
+        now: float,
+    ) -> None:
         """Load and releases in one step. The rows tell whose batch it is: ids are secret to the
         engine that got them, while old senders name no engine and a broken one the wrong one."""
         source = rows.source
         load = batch.load if source == batch.engine_index else None
-        started = rows.start(now)
         finished = [rows.requests[position] for position in ended]
         if len(rows.sources) == 1:
             generated = batch.num_tokens

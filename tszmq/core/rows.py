@@ -7,7 +7,7 @@ Three shortcuts rest on that, and each gives what the long way would give:
 * Batches of one token a row are kept together and dealt out later (``Steps``).
 
 Everything here happens under the lock of the state that owns it. Whoever is about to look at
-the tokens of a request, or to end it, calls ``spill`` first.
+the tokens of a request, or to end it, calls ``spill`` first, or ``deal_to`` for that one.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Rows:
             return False
         arrays = [request.tokens for request in joined]
         scored = sum(request.logprobs is not None for request in joined)
-        # Either all rows have logprobs beside what is kept, or none has.
+        # What is kept has logprobs for every row or for none.
         alike = scored == (len(joined) if self._scored else 0)
         if not (alike and self._steps.has_room(len(arrays))):
             self.spill()
@@ -187,8 +187,13 @@ class Rows:
             self.spill()
             self._steps.forget()
 
-    def start(self, now: float) -> list[Request]:
-        """Those whose first token has come with this batch."""
+    def start(self, now: float, cached_tokens: Sequence[int] | None) -> list[Request]:
+        """Those whose first token has come with this batch.
+
+        Args:
+            now: Monotonic seconds.
+            cached_tokens: Of each row, where the wire tells.
+        """
         if not self.unstarted:
             return []
         # Another batch, with other rows, may have brought it before. What is kept together
@@ -197,6 +202,8 @@ class Rows:
         started = [r for r in self.unstarted if (kept or r.tokens) and r.first is None]
         for request in started:
             request.first = now
+            if cached_tokens is not None:  # the end tells again, but not every request has one
+                request.cached_tokens = cached_tokens[self.requests.index(request)]
         self.unstarted = [r for r in self.unstarted if r.first is None and r.end is None]
         return started
 
@@ -243,7 +250,8 @@ class Rows:
     # -- the long way
 
     def store(self, token_ids: list[list[int]]) -> None:
-        """Append each row's tokens. The arrays prove the types: they take nothing but ints.
+        """Append each row's tokens. The arrays take ints in their range and bools; that there
+        are no bools, the decoder has seen.
 
         Raises:
             DecodeError: A token id is not an int in [0, 2**32); nothing was stored.

@@ -26,7 +26,7 @@ from tszmq.wire.base import EngineBatch, OneEach
 
 __all__ = ["Steps"]
 
-_MOST = 64  # steps kept: bounds how long it takes to deal them out
+_STEPS_KEPT = 64  # at most: bounds how long it takes to deal them out
 _ROWS_A_SPARE = 4  # one spare lane for so many rows
 _N = TypeVar("_N", int, float)
 
@@ -36,22 +36,18 @@ class Steps:
 
     A row's position is its place in the batches; its first is where its tokens start in the
     block: in its lane, at the step with which it joined.
-
-    Attributes:
-        full: It is time to deal out what is kept.
     """
 
     __slots__ = (
+        "_capacity",
         "_counts",
         "_firsts",
         "_holes",
         "_logprobs",
-        "_most",
         "_number",
         "_spare",
         "_stride",
         "_tokens",
-        "full",
     )
 
     def __init__(self) -> None:
@@ -59,9 +55,8 @@ class Steps:
         self._number: int | None = None  # the same as one integer; None when not worked out
         self._tokens = array("I")  # the block
         self._logprobs = array("d")  # beside it, where the rows have any
-        self.full = False
         self._stride = 0  # lanes of the block
-        self._most = 0  # places
+        self._capacity = 0  # of the block, in tokens
         self._firsts: list[int] = []
         self._holes: list[int] = []  # lanes of rows that ended, in order
         self._spare = False  # rows join: start with spare lanes
@@ -88,7 +83,7 @@ class Steps:
 
         Args:
             batch: The batch.
-            scored: Whether the rows want logprobs, all of them.
+            scored: Whether any of the rows wants logprobs.
 
         Returns:
             False when it has to be looked at.
@@ -103,8 +98,12 @@ class Steps:
         self._tokens += self._in_lanes(step.tokens)
         if scored and step.logprobs is not None:
             self._logprobs += self._in_lanes(step.logprobs)
-        self.full = len(self._tokens) >= self._most
         return True
+
+    @property
+    def full(self) -> bool:
+        """Whether it is time to deal out what is kept."""
+        return len(self._tokens) >= self._capacity
 
     def _are_next(self, step: OneEach) -> bool:
         """Whether each row counts one more than before, for all of them at once; if so, these
@@ -121,7 +120,7 @@ class Steps:
 
     def _begin(self, rows: int) -> None:
         self._stride = rows + (rows // _ROWS_A_SPARE if self._spare else 0)
-        self._most = _MOST * self._stride
+        self._capacity = _STEPS_KEPT * self._stride
         self._firsts = list(range(rows))
         self._holes = []
 
@@ -161,7 +160,7 @@ class Steps:
         if self._tokens:
             insort(self._holes, self._firsts.pop(position) % self._stride)
             if len(self._holes) * _ROWS_A_SPARE > self._stride:
-                self._most = 0
+                self._capacity = 0  # every step has to be filled up: start anew
         if self._counts is not None:
             at = position * self._tokens.itemsize
             self._counts = self._counts[:at] + self._counts[at + self._tokens.itemsize :]

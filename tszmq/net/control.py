@@ -28,11 +28,11 @@ from typing import Any
 import attrs
 import zmq
 
-from tszmq.core.endings import deadline_passed, output_lost
+from tszmq.core.endings import client_closed, deadline_passed, output_lost
 from tszmq.core.request import Request
 from tszmq.core.startup import Startup
 from tszmq.core.wave import WaveClock
-from tszmq.errors import ClientClosed, DecodeError, TszmqError
+from tszmq.errors import DecodeError
 from tszmq.net import mailbox as mail
 from tszmq.net.gate import never_waits
 from tszmq.net.greeter import Greeter
@@ -186,7 +186,9 @@ class _Control:
 
     def _timeout_ms(self) -> int | None:
         """Until the next clock is due; None to wait for events alone."""
-        if any(monitor.has_news() for monitor in self._sockets.monitors):
+        if self._shared.mailbox.has_items() or any(
+            monitor.has_news() for monitor in self._sockets.monitors
+        ):
             return 0
         due = self._timers.next_due()
         limit = _BLOCKED_POLL_MS if self._outbox.blocked else None
@@ -403,7 +405,8 @@ class _Control:
 
     def _read_mail(self) -> None:
         items = self._shared.mailbox.take()
-        while items:
+        # What is posted meanwhile waits: clocks and engines have their turn, too.
+        for _ in range(min(len(items), _MESSAGES_A_TURN)):
             item = items.popleft()
             self._actions[type(item)](self, item)
         if self._asleep:
@@ -485,8 +488,9 @@ class _Control:
         """Tell everyone, send the last aborts, end the receiver, free every address."""
         try:
             if not self._quiet:
-                self._abort(self._shared.close(_closed))
-            self._read_mail()
+                self._abort(self._shared.close(client_closed))
+            while self._shared.mailbox.has_items():
+                self._read_mail()
         except Exception:
             log.exception("tszmq: the last aborts could not be sent")
         self._order(Halt())
@@ -505,10 +509,6 @@ class _Control:
             self._sockets.context.term()
         self._sockets.files.remove()
         self._shared.mailbox.close()
-
-
-def _closed() -> TszmqError:
-    return ClientClosed("the client was closed")
 
 
 def _batch_bytes(info: EngineInfo) -> int:

@@ -151,6 +151,10 @@ class Mailbox:
             except OSError:  # full: it is awake anyway; closed: nobody is there any more
                 pass
 
+    def has_items(self) -> bool:
+        """Whether something waits to be taken."""
+        return bool(self._items)
+
     def is_crowded(self) -> bool:
         """Whether the control thread is far behind."""
         return len(self._items) > _CROWD

@@ -19,11 +19,12 @@ from typing import Any
 
 import zmq
 
+from tszmq.core.endings import client_closed
 from tszmq.core.flights import Flights
 from tszmq.core.ids import WireIds
 from tszmq.core.policy import Policy
 from tszmq.core.startup import Startup
-from tszmq.errors import ClientClosed, ConnectError, ForkedClient, LockOrderError, TszmqError
+from tszmq.errors import ConnectError, ForkedClient, LockOrderError
 from tszmq.net import mailbox as mail
 from tszmq.net.addresses import binding_alone
 from tszmq.net.control import Settings, run_control
@@ -72,7 +73,7 @@ class Session:
     ) -> None:
         self.ids = WireIds(secrets.token_hex(8))
         self.engine_count = engine_count
-        self.bounded = max_inflight is not None
+        self.max_inflight = max_inflight
         self.claimed = False
         """Whether a ``Client`` has taken it over from the ``BoundClient``."""
         startup = Startup(engine_count)
@@ -161,7 +162,7 @@ class Session:
             return
         # Posted first: the control thread does all of it again, should a signal cut this off.
         self.shared.mailbox.post(mail.Stop())
-        self.shared.close(_closed)
+        self.shared.close(client_closed)
         self.join(timeout)
 
     def join(self, timeout: float) -> None:
@@ -190,10 +191,6 @@ def _release(sockets: Sockets) -> None:
         monitor.close()
     sockets.context.term()
     sockets.files.remove()
-
-
-def _closed() -> TszmqError:
-    return ClientClosed("the client was closed")
 
 
 def _threads(
@@ -229,7 +226,7 @@ def _close_all() -> None:
     """The interpreter ends: tell the engines to stop, and do not wait long for anything."""
     sessions = [session for session in _open_sessions if not session.is_foreign()]
     for session in sessions:
-        session.shared.abandon(_closed)
+        session.shared.abandon(client_closed)
         session.shared.mailbox.post(mail.Stop(quiet=True))
     deadline = time.monotonic() + _EXIT_SECONDS
     for session in sessions:

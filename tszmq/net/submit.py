@@ -28,7 +28,7 @@ def admit(session: Session, request: Request, pinned: int | None, ticket: Wakeab
 
 def give_up(session: Session, ticket: Wakeable) -> None:
     """A ticket will not be used: its turn goes to the next."""
-    if not session.bounded or session.is_foreign():
+    if session.max_inflight is None or session.is_foreign():
         return
     if holds_a_lock():
         # A finalizer of the caller's, run by the collector inside a guarded block.
@@ -57,7 +57,7 @@ def submit(
         QueueFull: No place until then.
         ClientClosed, EngineDead, InvalidRank: Nothing was reserved.
     """
-    if not session.bounded:
+    if session.max_inflight is None:
         admit(session, request, pinned, request.gate)
     else:
         _wait_for_place(session, request, pinned, deadline)
@@ -98,8 +98,8 @@ def _take_turn(
     while not admit(session, request, pinned, turn):
         if not turn.wait(turn.take, deadline):
             raise QueueFull(
-                "max_inflight requests are unfinished and none ended in time: wait longer, "
-                "or raise max_inflight"
+                f"{session.max_inflight} requests are unfinished, which is max_inflight, and none "
+                "ended in time: give a longer timeout, or the client a larger max_inflight"
             )
 
 

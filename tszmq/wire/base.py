@@ -93,9 +93,8 @@ class OneEach:
 class EngineBatch:
     """One output message of one scheduler step, as typed columns of equal length.
 
-    The decoder has checked every column but one: whether the innermost items of ``token_ids``
-    are ints is proven by the arrays they are stored into, which refuse anything else
-    (``core.flights`` rejects the whole batch then).
+    The decoder has checked every column. The arrays that tokens are stored into refuse what is
+    no int in [0, 2**32) all the same; ``core.flights`` rejects the whole batch then.
 
     Attributes:
         engine_index: The engine the message names, or None where its sender names none.

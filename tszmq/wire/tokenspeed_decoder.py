@@ -19,6 +19,7 @@ from tszmq.errors import DecodeError
 from tszmq.types import EngineLoad
 from tszmq.wire.base import RUNNING, EngineBatch, OneEach
 from tszmq.wire.tokenspeed_known import (
+    HEADER,
     LARGE,
     MAX_TAIL,
     KnownRows,
@@ -35,14 +36,13 @@ _HEAD = b"\x9e\xb3" + TAG.encode()  # an array of 14, the tag
 _LARGE_HEADER = b"\xdc"  # of an array of 16 items or more; two bytes for their number follow
 _ELEMENTS = 14
 _NINE = b"\x99"  # an array of nine
-_HEADER = 3  # bytes of a column's header, in a large batch
-_IDS = len(_HEAD) + _HEADER  # where the first id is, in a large batch
+_IDS = len(_HEAD) + HEADER  # where the first id is, in a large batch
 _KEY = 29  # bytes of the first id, if it is ours: they tell engines apart
 _KEY_END = _IDS + _KEY
 _TWO_HOLES = HOLE * 2
 _THREE_HOLES = HOLE * 3
 _MOST_KNOWN = 32
-_PROBE = 60  # bytes of a column that it is looked for by
+_TOKEN_PROBE = 60  # bytes of the tokens that they are looked for by
 _COLUMNS = 7  # after the ids
 _STREAK = 3  # batches with the same rows after which the next is expected to repeat the last
 _LONG_TIME = 1000  # batches until that is tried again when it did not hold
@@ -103,12 +103,12 @@ class TokenSpeedDecoder:
             del self._repeated[key]
         shape = self._shape
         if not data.startswith(shape.header, len(_HEAD)):
-            if int.from_bytes(key[1:_HEADER], "big") > len(data):
+            if int.from_bytes(key[1:HEADER], "big") > len(data):
                 return None  # nothing is made for rows that are not there
-            self._shape = shape = Shape.of(key[:_HEADER])
-        values, scored, known = _unpack_large(data, shape, self._known.get(key[_HEADER:]))
+            self._shape = shape = Shape.of(key[:HEADER])
+        values, scored, known = _unpack_large(data, shape, self._known.get(key[HEADER:]))
         start = _IDS + len("".join(values[1]) if known is None else known.ids)
-        batch = self._checked(values, scored, data[start:], key[1:_HEADER], shape.zeros)
+        batch = self._checked(values, scored, data[start:], key[1:HEADER], shape.zeros)
         if batch is not None:
             self._remember(known, batch)
             if not scored and not batch.num_finished:
@@ -342,7 +342,7 @@ def _twin(data: bytes, start: int) -> tuple[int, int] | None:
     The ids of logprobs are those of the tokens. That the bytes are the same is compared here;
     that they are one column each has to be seen from where the decoder finds what is around.
     """
-    at = data.rfind(data[start : start + _PROBE])
+    at = data.rfind(data[start : start + _TOKEN_PROBE])
     short, long = max(0, len(data) - at - MAX_TAIL), len(data) - at
     while short < long:  # the longest common start: an array follows the one, an int the other
         middle = (short + long + 1) // 2

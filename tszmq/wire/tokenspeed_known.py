@@ -9,15 +9,25 @@ import attrs
 from tszmq.codec import pack
 from tszmq.wire.base import EngineBatch
 
-__all__ = ["LARGE", "MAX_TAIL", "KnownRows", "Repeated", "Shape", "Streak", "hides_a_bool"]
+__all__ = [
+    "HEADER",
+    "LARGE",
+    "MAX_TAIL",
+    "KnownRows",
+    "Repeated",
+    "Shape",
+    "Streak",
+    "hides_a_bool",
+]
 
 LARGE = 16
-"""Rows from which on a column's header has three bytes."""
+"""Rows from which on a column's header has more than one byte."""
+HEADER = 3
+"""How many it has then."""
 MAX_TAIL = 5 * 9
 """Bytes after the columns: five integers at their widest."""
 _BOOLS = b"\xc2\xc3"
-_HEADER = 3  # bytes of a column's header, in a large batch
-_PROBE = 60  # bytes of a column that it is looked for by
+_PROBE = 60  # bytes of what is repeated that it is looked for by
 
 
 @attrs.define(eq=False, slots=True)
@@ -115,7 +125,7 @@ class Repeated:
         empty = pack([[]] * len(rids))
         rest = pack(cached) + empty * 2
         start = head + pack(rids)
-        headers = empty[1:_HEADER] * 2
+        headers = empty[1:HEADER] * 2
         return cls(rids, reasons, prompt, cached, start, middle, middle[:_PROBE], rest, headers)
 
     def split(self, data: bytes) -> tuple[bytes, bytes, bytes] | None:
@@ -175,7 +185,7 @@ class KnownRows:
     @classmethod
     def of(cls, rids: list[str]) -> KnownRows:
         """Of a large batch."""
-        ids = pack(rids)[3:]
+        ids = pack(rids)[HEADER:]
         same = set(map(len, rids)) == {len(rids[0])} and "".join(rids).isascii()
         return cls(rids, ids, len(pack(rids[0])) if same else 0)
 
