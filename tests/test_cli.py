@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 import os
 import random
 import signal
@@ -237,6 +238,16 @@ def test_max_tokens_is_for_lines_without_their_own(fake, generate) -> None:
             "tcp://127.0.0.1:30500",
             {"connect_timeout": 5.0, "allow_remote": True},
         ),
+        (
+            ["--model", "/m", "--eos-token-id", "2", "--eos-token-id", "7"],
+            "tcp://127.0.0.1:30500",
+            {"model": "/m", "eos_token_id": [2, 7]},
+        ),
+        (
+            ["--embedded", "2", "--connect-timeout", "5", "--eos-token-id", "0"],
+            "embedded",
+            {"engine_count": 2, "connect_timeout": 5.0, "eos_token_id": [0]},
+        ),
     ],
 )
 def test_where_it_connects(fake, generate, arguments, endpoint, options) -> None:
@@ -244,6 +255,16 @@ def test_where_it_connects(fake, generate, arguments, endpoint, options) -> None
     (client,) = fake.made
     assert client.endpoint == endpoint
     assert options.items() <= client.options.items()
+
+
+def test_who_waits_is_told_for_what(capsys, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr("tszmq.client._FIRST_PROGRESS", 0.05)
+    address = f"ipc://{tmp_path}/h"
+    assert tszmq.cli.main(["probe", "--endpoint", address, "--connect-timeout", "0.3"]) == 1
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"tszmq: waiting at {address} for 0 s: 1 of 1 engines missing")
+    assert last.startswith(f"tszmq: after 0.3 s at {address}")
+    assert not logging.getLogger("tszmq").handlers
 
 
 def test_requests_are_read_as_they_are_needed(fake, monkeypatch, tmp_path) -> None:
@@ -379,6 +400,8 @@ def test_embedded_engines_are_counted_once(fake, capsys, tmp_path) -> None:
     source.write_text("")
     code, error = fails(capsys, "generate", "--embedded", "2", "--engines", "2", str(source))
     assert (code, "--engines" in error) == (2, True)
+    code, error = fails(capsys, "generate", "--embedded", "2", "--allow-remote", str(source))
+    assert (code, "--allow-remote" in error) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -392,6 +415,7 @@ def test_embedded_engines_are_counted_once(fake, capsys, tmp_path) -> None:
         ["generate", "--protocol", "http"],
         ["generate", "--timeout", "nan"],
         ["generate", "--timeout", "-1"],
+        ["generate", "--eos-token-id", "-1"],
         ["generate", "a", "b"],
         ["bench", "--requests", "-5"],
     ],
@@ -590,7 +614,8 @@ def test_engines_of_the_sim_command_serve_probe(tmp_path, unit: float) -> None:
     with running("sim", "--handshake", address, "--ranks", "2") as engines:
         with running("probe", "--endpoint", address, "--engines", "2") as process:
             out, error = process.communicate(timeout=30 * unit)
-        assert (process.returncode, error) == (0, "")
+        assert process.returncode == 0
+        assert all("registered" in line or "waiting" in line for line in error.splitlines())
         assert [line.split(":")[0] for line in out.splitlines()] == ["engine 0", "engine 1"]
         engines.send_signal(signal.SIGTERM)
         engines.wait(10 * unit)

@@ -481,3 +481,11 @@ def test_error_texts_are_bounded() -> None:
         with pytest.raises(TypeError) as caught:
             token_id_list(ids)
         assert len(str(caught.value)) < 300
+
+
+def test_equal_params_hash_alike() -> None:
+    """They can be keys, mappings or not."""
+    one, other = (SamplingParams(seed=1, logit_bias={5: 1.0}, extra={"a": 1}) for _ in range(2))
+    assert one == other
+    assert {one: "x"}[other] == "x"
+    assert one != SamplingParams(seed=1, logit_bias={5: 2.0}, extra={"a": 1})

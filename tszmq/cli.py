@@ -9,11 +9,12 @@ import argparse
 import contextlib
 import itertools
 import json
+import logging
 import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, TextIO
 
@@ -91,6 +92,12 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _token(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"must be a token id, got {text!r}")
+    return int(text)
+
+
 def _seconds(text: str) -> float:
     try:
         seconds = float(text)
@@ -149,22 +156,52 @@ def _add_connection(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--embedded", type=_count, metavar="N", help="simulator engines of our own")
     parser.add_argument("--engines", type=_count, metavar="N", help="engines to wait for; 1")
     parser.add_argument("--protocol", choices=("tokenspeed", "vllm"), default="tokenspeed")
-    parser.add_argument("--connect-timeout", type=_seconds, default=600.0, metavar="SECONDS")
+    parser.add_argument("--connect-timeout", type=_seconds, metavar="SECONDS", help="600")
     parser.add_argument("--allow-remote", action="store_true", help="bind beyond loopback")
+    parser.add_argument("--model", metavar="DIR", help="to read the end tokens from; vLLM")
+    parser.add_argument(
+        "--eos-token-id", type=_token, action="append", metavar="N", help="an end token; vLLM"
+    )
 
 
 def _connect(args: argparse.Namespace) -> Client:
+    given = {
+        "connect_timeout": args.connect_timeout,
+        "model": args.model,
+        "eos_token_id": args.eos_token_id,
+    }
+    options = {name: value for name, value in given.items() if value is not None}
     if args.embedded:
         if args.engines:
             raise UsageError("--embedded says how many engines there are: leave out --engines")
-        return Client.embedded(args.embedded, protocol=args.protocol)
-    return Client(
-        args.endpoint or DEFAULT_ENDPOINT,
-        engine_count=args.engines or 1,
-        protocol=args.protocol,
-        connect_timeout=args.connect_timeout,
-        allow_remote=args.allow_remote,
-    )
+        if args.allow_remote:
+            raise UsageError("--embedded engines are local: leave out --allow-remote")
+        return Client.embedded(args.embedded, protocol=args.protocol, **options)
+    with _told_who_is_missing():
+        return Client(
+            args.endpoint or DEFAULT_ENDPOINT,
+            engine_count=args.engines or 1,
+            protocol=args.protocol,
+            allow_remote=args.allow_remote,
+            **options,
+        )
+
+
+@contextlib.contextmanager
+def _told_who_is_missing() -> Iterator[None]:
+    """Show what the client logs while it waits for engines."""
+    if sys.stderr is None:
+        yield
+        return
+    logger, handler = logging.getLogger("tszmq"), logging.StreamHandler()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
 
 
 # --- generate --------------------------------------------------------------------------------

@@ -6,12 +6,13 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn, Self, cast
 
-from tszmq import bulk
+import attrs
+
 from tszmq.calls import EngineCalls
 from tszmq.checks import shown
 from tszmq.core.endings import deadline_passed
@@ -19,6 +20,7 @@ from tszmq.core.flights import Flights
 from tszmq.core.policy import Policy
 from tszmq.core.request import ABORTED, Request
 from tszmq.errors import ConnectError, HandshakeTimeout, InvalidRank, InvalidRequest
+from tszmq.many import BulkCalls
 from tszmq.net.addresses import check_endpoints
 from tszmq.net.control import Settings
 from tszmq.net.gate import Gate
@@ -42,12 +44,9 @@ from tszmq.wire.startup import encode_init
 __all__ = ["BoundClient", "Client"]
 
 _log = logging.getLogger("tszmq")
-_PROGRESS_SECONDS = 10.0  # between two lines about who is still missing
+_FIRST_PROGRESS = 1.0  # second after which it is said who is missing
+_PROGRESS_SECONDS = 10.0  # between two such lines after that
 _CLOSE_SECONDS = 10.0
-
-Prompts = Iterable[object]
-Params = SamplingParams | Iterable[SamplingParams | None] | None
-Progress = bool | Callable[[int, int | None], object]
 
 
 class BoundClient:
@@ -56,9 +55,10 @@ class BoundClient:
     Any thread may call any method.
     """
 
-    def __init__(self, session: Session, connect_timeout: float) -> None:
+    def __init__(self, session: Session, connect_timeout: float, kind: type[Client]) -> None:
         self._session = session
         self._connect_timeout = connect_timeout
+        self._kind = kind
 
     @property
     def endpoints(self) -> Endpoints:
@@ -66,23 +66,31 @@ class BoundClient:
         return self._session.endpoints
 
     def connect(self, timeout: float | None = None) -> Client:
-        """Wait until every engine has registered.
+        """Wait until every engine has registered; once.
 
         Args:
             timeout: Seconds; None for the client's ``connect_timeout``.
 
         Raises:
             HandshakeTimeout: With the stage and the engines missing; everything is released.
-            ConnectError: An engine says that it failed to start; everything is released.
+            ConnectError: An engine says that it failed to start; everything is released. Or
+                connected before: the client that the first call returned goes on.
             ClientClosed: Closed meanwhile by another thread.
         """
+        if self._session.claimed:
+            raise ConnectError(
+                f"{self.endpoints.handshake} was connected before: use the client that the "
+                "first connect() returned"
+            )
         self._wait(timeout)
-        return Client._connected(self._session)
+        return self._kind._connected(self._session)
 
     def _wait(self, timeout: float | None) -> None:
         session = self._session
         session.check_process()
-        limit = self._connect_timeout if timeout is None else check_timeout(timeout, "timeout")
+        limit = self._connect_timeout
+        if timeout is not None:
+            limit = check_timeout(timeout, "timeout")
         try:
             _wait_for_engines(session, limit)
         except BaseException:
@@ -90,8 +98,14 @@ class BoundClient:
             raise
 
     def close(self, timeout: float = _CLOSE_SECONDS) -> None:
-        """Free the addresses; a ``connect`` that waits elsewhere raises ClientClosed."""
-        self._session.close(check_timeout(timeout, "timeout"))
+        """Free the addresses; a ``connect`` that waits elsewhere raises ClientClosed.
+
+        The client that ``connect`` returned has the same addresses: it is closed as well.
+        """
+        self._session.close(check_timeout(timeout, "timeout", optional=False))
+
+    def __repr__(self) -> str:
+        return f"<tszmq.BoundClient at {self.endpoints.handshake}>"
 
     def __enter__(self) -> BoundClient:
         return self
@@ -108,15 +122,17 @@ def _wait_for_engines(session: Session, timeout: float) -> None:
     shared = session.shared
     deadline = time.monotonic() + timeout
     started = time.monotonic()
+    pause = _FIRST_PROGRESS
 
     def settled() -> bool:
         muster = shared.muster
         return muster.missing == 0 or muster.failed is not None or session.is_closed()
 
     while not settled():
-        shared.arrivals.wait(settled, min(deadline, time.monotonic() + _PROGRESS_SECONDS))
+        shared.arrivals.wait(settled, min(deadline, time.monotonic() + pause))
         if settled():
             break
+        pause = _PROGRESS_SECONDS
         muster = shared.muster
         if time.monotonic() >= deadline:
             raise HandshakeTimeout(
@@ -133,7 +149,7 @@ def _wait_for_engines(session: Session, timeout: float) -> None:
         raise ConnectError(f"{shared.muster.failed}; {shared.muster.text}")
 
 
-class Client(EngineCalls):
+class Client(BulkCalls, EngineCalls):
     """A client of engines that dial in: binds, waits for them, and serves any thread.
 
     Args:
@@ -141,7 +157,7 @@ class Client(EngineCalls):
             ``"ipc:///run/ts/handshake.sock"``, or ``Endpoints``.
         engine_count: How many engines will dial in.
         protocol: ``"tokenspeed"`` or ``"vllm"``.
-        connect_timeout: Seconds to wait for them.
+        connect_timeout: Seconds to wait for them; ``math.inf``: for ever.
         max_inflight: Bound on unfinished requests; at the bound calls wait. None: no bound.
         silence_timeout: Seconds after which an engine that holds requests and sends nothing
             counts as dead. None: never.
@@ -150,7 +166,8 @@ class Client(EngineCalls):
             counts as dead.
         max_message_bytes: What no frame of an engine may exceed.
         allow_remote: Bind tcp to other than loopback. The wire has no authentication.
-        policy: How engines are chosen; see ``tszmq.core.policy``.
+        policy: How engines are chosen: ``LeastLoaded()``, the default, ``RoundRobin()``,
+            ``RandomOfTwo()`` of ``tszmq.core.policy``, or one of the caller's.
         parallel_config: For the engines' INIT: vLLM lockstep groups whose ranks were launched
             separately need ``data_parallel_master_ip``, ``data_parallel_master_port``,
             ``_data_parallel_master_port_list``, ``_coord_store_port`` and
@@ -212,7 +229,7 @@ class Client(EngineCalls):
         self._preparer = Preparer(session.ids, session.shared)
 
     @classmethod
-    def _connected(cls, session: Session) -> Client:
+    def _connected(cls, session: Session) -> Self:
         client = cls.__new__(cls)
         client._adopt(session)
         return client
@@ -245,10 +262,7 @@ class Client(EngineCalls):
         if not isinstance(allow_remote, bool):
             raise TypeError(f"allow_remote must be True or False, got {shown(allow_remote)}")
         checked = check_endpoints(endpoints, allow_remote)
-        if policy is not None and not all(
-            hasattr(policy, name) for name in ("score", "pick", "uses_request")
-        ):
-            raise TypeError(f"policy must be a tszmq.core.policy.Policy, got {shown(policy)}")
+        _check_policy(policy)
         encode_init("", "", parallel_config)  # refuses what cannot be sent
         _check_count(engine_count, "engine_count", 65536)
         if max_inflight is not None:
@@ -260,7 +274,7 @@ class Client(EngineCalls):
             send_timeout=_check_limit(send_timeout, "send_timeout") or 10.0,
             parallel_config=dict(parallel_config or {}),
         )
-        connect_timeout = check_timeout(connect_timeout, "connect_timeout")
+        connect_timeout = check_timeout(connect_timeout, "connect_timeout", optional=False)
         session = Session(
             checked,
             find_protocol(protocol, eos_token_id=eos_token_id, model=model),
@@ -271,10 +285,10 @@ class Client(EngineCalls):
             max_message_bytes=max_message_bytes,
             on_closed=list(_on_closed),
         )
-        return BoundClient(session, connect_timeout)
+        return BoundClient(session, connect_timeout, cls)
 
     @classmethod
-    def embedded(cls, engine_count: int = 1, **options: Any) -> Client:
+    def embedded(cls, engine_count: int = 1, **options: Any) -> Self:
         """A client connected to simulator engines in child processes of its own.
 
         Args:
@@ -284,7 +298,7 @@ class Client(EngineCalls):
         """
         from tszmq.embedded import start_embedded
 
-        return start_embedded(cls, engine_count, options)
+        return cast("Self", start_embedded(cls, engine_count, options))
 
     # -- requests
 
@@ -373,72 +387,6 @@ class Client(EngineCalls):
             withdraw(session, request, ABORTED)
             raise
 
-    def generate_many(
-        self,
-        prompts: Prompts,
-        sampling_params: Params = None,
-        *,
-        timeout: float | None = None,
-        max_inflight: int | None = None,
-        errors: Literal["raise", "return"] = "raise",
-        progress: Progress = False,
-    ) -> list[Any]:
-        """Generate completions of many prompts from this one thread, in the prompts' order.
-
-        Args:
-            prompts: Any iterable of prompts; pulled as places become free.
-            sampling_params: One for all, or one each.
-            timeout: Seconds for the whole batch.
-            max_inflight: Unfinished requests of this call at once; None: enough to keep the
-                engines busy.
-            errors: ``"raise"``: the first error is raised and the rest aborted. ``"return"``: a
-                failed prompt's place holds its exception.
-            progress: True for a line on standard error, or a callable ``(done, total or None)``,
-                called in this thread under no lock; calls are coalesced, the last says all.
-
-        Raises:
-            As ``generate``, with ``errors="raise"``.
-        """
-        return bulk.generate_many(
-            self, prompts, sampling_params, timeout, max_inflight, errors, progress
-        )
-
-    def as_completed(
-        self,
-        prompts: Prompts,
-        sampling_params: Params = None,
-        *,
-        timeout: float | None = None,
-        max_inflight: int | None = None,
-        errors: Literal["raise", "return"] = "raise",
-        progress: Progress = False,
-    ) -> Iterator[tuple[int, Any]]:
-        """As ``generate_many``, but yields ``(index, Completion)`` as they finish.
-
-        Closing the iterator, or dropping it, aborts what is unfinished.
-        """
-        return bulk.as_completed(
-            self, prompts, sampling_params, timeout, max_inflight, errors, progress
-        )
-
-    def stream_many(
-        self,
-        prompts: Prompts,
-        sampling_params: Params = None,
-        *,
-        timeout: float | None = None,
-        max_inflight: int | None = None,
-        errors: Literal["raise", "return"] = "raise",
-    ) -> Iterator[tuple[int, Any]]:
-        """Every chunk of many prompts in this one thread: yields ``(index, TokenChunk)``.
-
-        Costs what a bulk call costs, where a thread for each stream costs a wake-up for each
-        chunk. A prompt's last chunk has a ``finish_reason``. Arguments and errors as
-        ``generate_many``; with ``errors="return"`` an exception stands in the place of a failed
-        prompt's last chunk. Closing the iterator, or dropping it, aborts what is unfinished.
-        """
-        return bulk.stream_many(self, prompts, sampling_params, timeout, max_inflight, errors)
-
     def abort(self, request_id: str) -> None:
         """Abort every unfinished request with that label. Any thread; does not wait."""
         if not isinstance(request_id, str):
@@ -471,7 +419,9 @@ class Client(EngineCalls):
         """Every engine with its registration, by index."""
         self._session.check_process()
         with self._session.shared.state as flights:
-            return tuple(flights.engines[index].info for index in sorted(flights.engines))
+            infos = [flights.engines[index].info for index in sorted(flights.engines)]
+            closed = flights.closed is not None
+        return tuple(attrs.evolve(info, alive=False) if closed else info for info in infos)
 
     @property
     def is_alive(self) -> bool:
@@ -528,9 +478,11 @@ class Client(EngineCalls):
         Args:
             timeout: Seconds to wait for the threads; they go on ending after that.
         """
-        self._session.close(check_timeout(timeout, "timeout"))
+        self._session.close(check_timeout(timeout, "timeout", optional=False))
 
-    def __enter__(self) -> Client:
+    def __enter__(self) -> Self:
+        if not self._session.is_foreign():  # there, leaving the block does nothing
+            self._session.raise_if_closed()
         return self
 
     def __exit__(
@@ -542,7 +494,10 @@ class Client(EngineCalls):
         self.close()
 
     def __repr__(self) -> str:
-        return f"<tszmq.Client at {self._session.endpoints.handshake}>"
+        session = self._session
+        closed = ", closed" if session.shared.ended.is_set() else ""
+        count = session.engine_count
+        return f"<tszmq.Client at {session.endpoints.handshake}, engines: {count}{closed}>"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -553,6 +508,17 @@ class Client(EngineCalls):
 
 def _deadline(timeout: float | None, now: float) -> float | None:
     return None if timeout is None else now + check_timeout(timeout, "timeout")
+
+
+def _check_policy(policy: object) -> None:
+    if policy is None:
+        return
+    wanted = ("score", "pick", "uses_request")
+    if isinstance(policy, type) or not all(hasattr(policy, name) for name in wanted):
+        raise TypeError(
+            "policy must be an object such as tszmq.core.policy.RoundRobin(), with "
+            f"{', '.join(wanted)}; got {shown(policy)}"
+        )
 
 
 def _check_count(value: object, what: str, most: int | None) -> None:

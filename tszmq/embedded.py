@@ -6,7 +6,10 @@ import inspect
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from tszmq.sim import Fleet
+from tszmq.sim.options import EngineOptions
 
 if TYPE_CHECKING:
     from tszmq.client import Client
@@ -22,9 +25,16 @@ def start_embedded(kind: type[Client], engine_count: int, options: dict[str, Any
         engine_count: How many engines.
         options: Mixed: those that ``Client.bind`` names are its own, the rest the engines'.
     """
-    bind_names = inspect.signature(kind.bind).parameters
+    bind_names = [name for name in inspect.signature(kind.bind).parameters if name[0] != "_"]
     client_options = {name: options[name] for name in options if name in bind_names}
     engine_options = {name: options[name] for name in options if name not in bind_names}
+    known = {field.name for field in attrs.fields(EngineOptions)} | {"first_index", "capture"}
+    unknown = sorted(set(engine_options) - known)
+    if unknown:
+        raise TypeError(
+            f"{unknown[0]!r} is no option: there are those of Client ({', '.join(bind_names)}) "
+            f"and those of the engines ({', '.join(sorted(known))})"
+        )
     client_options.setdefault("connect_timeout", 60.0)
     engine_options["protocol"] = client_options.get("protocol", "tokenspeed")
     fleet = Fleet(engine_count, **engine_options)

@@ -19,14 +19,20 @@ _MAX_LENGTH = 2**31 - 1  # an engine may say anything
 _DEFAULT_PARAMS = SamplingParams()
 
 
-def check_timeout(timeout: object, what: str) -> float:
+def check_timeout(timeout: object, what: str, *, optional: bool = True) -> float:
     """A number of seconds, not negative and not NaN.
+
+    Args:
+        timeout: The caller's.
+        what: Its name.
+        optional: Whether None would do, which the caller of this has looked for.
 
     Raises:
         TypeError, InvalidRequest: It is not.
     """
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-        raise TypeError(f"{what} must be a number of seconds or None, got {shown(timeout)}")
+        or_none = " or None" if optional else ""
+        raise TypeError(f"{what} must be a number of seconds{or_none}, got {shown(timeout)}")
     try:
         seconds = float(timeout)
     except OverflowError:  # an int beyond all floats

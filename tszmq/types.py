@@ -109,8 +109,11 @@ class SamplingParams:
     regex: str | None = attrs.field(default=None, validator=text)
     ebnf: str | None = attrs.field(default=None, validator=text)
     structural_tag: str | None = attrs.field(default=None, validator=text)
-    logit_bias: Mapping[int, float] | None = attrs.field(default=None, converter=bias_map)
-    extra: Mapping[str, Any] = attrs.field(factory=dict, converter=extra_map)
+    # Equal ones hash alike without these, which are mappings.
+    logit_bias: Mapping[int, float] | None = attrs.field(
+        default=None, converter=bias_map, hash=False
+    )
+    extra: Mapping[str, Any] = attrs.field(factory=dict, converter=extra_map, hash=False)
 
     def __attrs_post_init__(self) -> None:
         if self.top_k == 0:

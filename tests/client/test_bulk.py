@@ -525,6 +525,36 @@ def test_endless_refused_prompts_are_handed_out(client_and_engines, kind):
     engine.expect_nothing()
 
 
+def test_the_first_error_says_which_prompt_it_is_about(client_and_engines):
+    client, [engine] = client_and_engines(auto=True)
+    for call in (client.generate_many, lambda *given: list(client.as_completed(*given))):
+        with pytest.raises(TypeError) as caught:
+            call([[1], "x", [2]])
+        assert caught.value.__notes__ == ["this is about prompts[1] of the call"]
+    with pytest.raises(TypeError) as caught:
+        client.generate_many([1, 2, 3])  # a prompt where prompts should be
+    assert any("a sequence of token ids" in note for note in caught.value.__notes__)
+    eventually(lambda: engine.running == 0)
+
+
+@pytest.mark.parametrize("error", [TypeError("theirs"), tszmq.InvalidRequest("theirs")], ids=repr)
+def test_errors_of_the_callers_params_are_no_prompts(client_and_engines, error):
+    """Nor are those of its prompts: both end the call."""
+    client, [engine] = client_and_engines(auto=True)
+
+    def broken(first):
+        yield first
+        raise error
+
+    for given in ((iter([[1], [2], [3]]), broken(SHORT)), (broken([1]), SHORT)):
+        with pytest.raises(type(error), match="theirs"):
+            client.generate_many(*given, errors="return")
+    with pytest.raises(tszmq.InvalidRequest, match=r"prompt 1 has no sampling_params"):
+        client.generate_many(endless(), iter([SHORT]), errors="return")
+    assert inflight(client) == [0]
+    eventually(lambda: engine.running == 0)
+
+
 def test_params_of_the_wrong_type_among_good_ones(client_and_engines):
     """Found out on the way: the error stands in its prompt's place, and only that one is kept
     from the engine."""

@@ -18,6 +18,7 @@ import tszmq
 from tests.client_fixtures import answer_one, inflight
 from tests.mock_engine import PATIENCE, UNIT, eventually, in_thread, stays_true
 from tszmq import SamplingParams
+from tszmq.core.policy import RoundRobin
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -671,3 +672,53 @@ def test_max_tokens_stays_the_callers(client_and_engines):
     client.generate([1], params)
     client.generate_many([[1], [2]], params)
     assert params == SamplingParams(max_tokens=2)
+
+
+def test_a_bound_client_is_connected_once(client_and_engines):
+    client, _ = client_and_engines()
+    with tszmq.Client.bind("tcp://127.0.0.1:*", connect_timeout=0) as bound:
+        assert repr(bound) == f"<tszmq.BoundClient at {bound.endpoints.handshake}>"
+        with pytest.raises(tszmq.HandshakeTimeout):
+            bound.connect()
+    bound = tszmq.BoundClient(client._session, 1.0, tszmq.Client)
+    with pytest.raises(tszmq.ConnectError, match="was connected before"):
+        bound.connect()
+    assert client.is_alive
+
+
+def test_a_subclass_makes_its_own_kind():
+    class Own(tszmq.Client):
+        pass
+
+    with Own.embedded(1) as client:
+        assert type(client) is Own
+
+
+def test_what_a_closed_client_says_of_itself(client_and_engines):
+    client, [engine] = client_and_engines()
+    assert "engines: 1>" in repr(client)
+    client.close()
+    assert "closed" in repr(client)
+    assert not client.health()[0].connected
+    assert not client.engines[0].alive
+    with pytest.raises(tszmq.ClientClosed), client:
+        pass
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"policy": RoundRobin}, r"RoundRobin\(\)"),
+        ({"policy": object()}, "score"),
+        ({"connect_timeout": None}, "connect_timeout must be a number of seconds, got None"),
+    ],
+)
+def test_options_that_cannot_be_used(options, text):
+    with pytest.raises(TypeError, match=text):
+        tszmq.Client.bind("tcp://127.0.0.1:*", **options)
+
+
+def test_options_of_embedded_engines_that_do_not_exist():
+    with pytest.raises(TypeError, match=r"'stepms' is no option.*connect_timeout.*step_ms"):
+        tszmq.Client.embedded(1, stepms=3)

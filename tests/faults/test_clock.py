@@ -11,6 +11,7 @@ import tszmq
 from tests.client_fixtures import answer_one, inflight
 from tests.mock_engine import PATIENCE, eventually, in_thread, stays_true
 from tszmq import SamplingParams
+from tszmq.net.mailbox import Do
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -131,3 +132,29 @@ def test_timeouts_without_end(client_and_engines, timeout):
         engine.tokens(rid, [5], "stop")
     first, many, streamed = [call.result(PATIENCE) for call in calls]
     assert [first.token_ids, many[0].token_ids, streamed.token_ids] == [[5]] * 3
+
+
+def test_clocks_run_while_the_mailbox_never_empties(client_and_engines):
+    """Whoever posts as fast as the control thread works must not have it to himself."""
+    client, [engine] = client_and_engines()
+    mailbox = client._session.shared.mailbox
+    turns = 0
+
+    def again() -> None:
+        nonlocal turns
+        turns += 1
+        if not done:
+            mailbox.post(Do(again))
+
+    done = False
+    try:
+        again()
+        call = in_thread(client.stream, [1], LONG, timeout=0.2)
+        engine.recv_add()
+        stream = call.result(PATIENCE)
+        with pytest.raises(tszmq.DeadlineExceeded):
+            in_thread(lambda: list(stream)).result(PATIENCE)
+        engine.recv_abort()
+        assert turns > 1
+    finally:
+        done = True

@@ -149,7 +149,7 @@ class Flights:
         return {
             index: EngineHealth(
                 engine_index=index,
-                connected=record.info.alive,
+                connected=record.info.alive and self.closed is None,
                 inflight=self.routing.inflight(index),
                 last_output=now - record.last_output,
                 first_error=record.first_error,
