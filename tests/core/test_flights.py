@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from array import array
 from functools import partial
 from typing import Any
@@ -133,6 +135,27 @@ def test_tokens_that_wait_to_be_dealt_out_survive_a_signal(with_logprobs):
                 assert request.result().token_ids == [10 * i + n for n in range(1, 6)]
                 expected = [-1.0, -2.0, -3.0, -4.0, -5.0] if with_logprobs else None
                 assert request.result().logprobs == expected
+            place.check()
+
+        return lambda: place.flights.withdraw(requests[1], ABORTED, 3.0), verify
+
+    assert interrupt_everywhere(prepare) >= 6
+
+
+def test_batches_between_a_withdrawal_that_a_signal_cut_off_and_its_repetition():
+    """Their tokens of the request that is half gone are counted for nobody."""
+
+    def prepare():
+        place = Place()
+        requests = [place.admit() for _ in range(3)]
+        for count in (1, 2):
+            rows = [(request, count) for request in requests]
+            place.flights.apply(place.step(*rows, counts=[count] * 3), 2.0)
+
+        def verify():
+            place.flights.apply(place.step(*[(r, 3) for r in requests], counts=[3] * 3), 2.0)
+            place.flights.withdraw(requests[1], ABORTED, 3.0)
+            assert requests[1].end is ABORTED
             place.check()
 
         return lambda: place.flights.withdraw(requests[1], ABORTED, 3.0), verify
@@ -557,6 +580,21 @@ def test_the_drop_of_an_engine_ends_each_request_with_its_own_error():
     assert place.flights.routing.load(0) is None
     place.check()
     assert place.admit().engine_index == 1
+
+
+def test_a_dead_engine_holds_nothing_that_it_held():
+    """It may never come back."""
+    place = Place(2)
+    stream = place.admit(0, streaming=True)
+    gone = weakref.ref(place.admit(0))
+    request = gone()
+    assert request is not None
+    place.flights.apply(place.batch((stream, [1]), (request, [1])), 2.0)
+    del request
+    place.flights.drop(0, place.epochs[0], End(error=lambda _: EngineDead("dead")), 3.0)
+    assert place.flights.reveal() == [stream.gate]
+    gc.collect()
+    assert gone() is None
 
 
 def test_an_old_drop_does_not_hurt_the_next_incarnation():

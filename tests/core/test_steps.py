@@ -47,9 +47,9 @@ class Crowd:
         self._apply(self.rows, ending, reason)
         self.rows = [row for at, row in enumerate(self.rows) if at not in ending]
 
-    def alone(self, rows: list[Row]) -> None:
+    def alone(self, rows: list[Row], ending: Collection[int] = (), reason: str = "") -> None:
         """A batch of rows that have not joined the others: their prompts were just read."""
-        self._apply(rows, (), "")
+        self._apply(rows, ending, reason)
 
     def _apply(self, rows: list[Row], ending: Collection[int], reason: str) -> None:
         lines = []
@@ -105,6 +105,21 @@ def test_rows_that_end_or_join_do_not_break_up_what_is_kept(logprobs):
     crowd.step(joining=joining)
     crowd.step()
     assert crowd.dealt() < dealt + 2
+    crowd.verify_all()
+
+
+def test_requests_that_end_elsewhere_do_not_break_up_what_is_kept():
+    """Of one token, or in the engine's queue."""
+    crowd = Crowd()
+    crowd.step(joining=crowd.admit(20))
+    for _ in range(5):
+        crowd.step()
+        short = crowd.admit(1)
+        crowd.alone(short, {0}, "stop")
+        [waiting] = crowd.admit(1)
+        assert crowd.place.flights.withdraw(waiting.request, ABORTED, 3.0)
+        crowd.step()
+    assert crowd.dealt() == 20
     crowd.verify_all()
 
 

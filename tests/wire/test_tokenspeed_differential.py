@@ -381,6 +381,24 @@ def test_a_large_header_of_few_rows() -> None:
     assert None not in agree(messages)
 
 
+def test_a_message_that_ends_in_its_first_header_leaves_no_trace() -> None:
+    zero_rows = SEEDS[0][:21] + b"\xdc\0\0" + b"\x90" * 4 + b"\xdc" * 3 + b"\1" + b"\0" * 4
+    for cut in (22, 23):
+        assert agree([SEEDS[0][:21] + b"\xdc\0"[: cut - 21], zero_rows]) == [None, None]
+        decoder = TokenSpeedDecoder()
+        with pytest.raises(DecodeError):
+            decoder.decode([pack(large())[:cut]])
+        batches = [decoder.decode([pack(many(step))]) for step in range(5)]
+        assert batches[1].request_ids is batches[0].request_ids  # the quick way goes on
+
+
+def test_empty_logprob_columns_of_any_width() -> None:
+    values = large(tokens=[[]] * 16)
+    data = pack(values)
+    at = data.rindex(b"\xdc\x00\x10")
+    assert None not in agree([data[:at] + b"\xdd\x00\x00\x00\x10" + data[at + 3 :]])
+
+
 def test_a_bool_is_found_beside_logprobs_of_any_width() -> None:
     value = -(2.0**36)  # its eight bytes have more of the bytes of a bool than its four
     usual = scored(20)

@@ -142,6 +142,8 @@ class Flights:
         dropped = [self.requests[request_id] for request_id in self.routing.drop_engine(index)]
         for request in dropped:
             self._finish(request, end, now)
+        self._show(self._rows[index])
+        self._rows[index] = Rows([], [])  # it may never come back: hold nothing
         return dropped
 
     def health(self, now: float) -> dict[int, EngineHealth]:
@@ -223,9 +225,17 @@ class Flights:
             return False
         if request.wire_id not in self.requests:
             return False
-        self._rows[request.engine_index].spill()
-        self.routing.release(request.engine_index, request.wire_id, len(request.tokens))
+        index = request.engine_index
+        rows = self._rows[index]
+        if request.wire_id in rows:
+            rows.spill()
+        released = self.routing.release(index, request.wire_id, len(request.tokens))
         self._finish(request, end, now)
+        if not released:
+            # A signal cut off an earlier withdrawal: batches since then counted its tokens.
+            rows.spill()
+            mine = [each for each in self.requests.values() if each.engine_index == index]
+            self.routing.recount(index, {each.wire_id: len(each.tokens) for each in mine})
         return True
 
     def close(self, error: Callable[[], TszmqError]) -> list[Request]:
@@ -247,9 +257,9 @@ class Flights:
         """The request is over. Its place is freed by the caller, under the same lock."""
         if request.streaming:
             request.publish()
+        self._rows[request.engine_index].lose(request.wire_id)
         # No call from here to the end's being set: a signal that comes between must not lose it.
         del self.requests[request.wire_id]
-        self._rows[request.engine_index].ids = []  # they hold it: the next batch has other rows
         request.ended = now
         request.end = end
         group = request.group

@@ -18,7 +18,7 @@ cut off after that, whether or not it still finds the id.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from tszmq.checks import shown
 from tszmq.core.policy import LeastLoaded, Policy, RequestView
@@ -251,6 +251,23 @@ class RoutingState:
         engine.settle()
         self._rescore(engine)
         return released
+
+    def recount(self, index: int, generated: Mapping[str, int]) -> None:
+        """Make the sum of resident tokens what the ids say.
+
+        Args:
+            index: The engine.
+            generated: The tokens committed for each id there.
+        """
+        engine = self._engines.get(index)
+        if engine is None:
+            return
+        engine.resident_tokens = sum(
+            prompt_tokens + generated.get(request_id, 0)
+            for request_id, prompt_tokens in engine.inflight.items()
+            if request_id not in engine.unstarted
+        )
+        self._rescore(engine)
 
     @staticmethod
     def _remove(engine: _Engine, request_id: str, generated: int) -> bool:

@@ -124,6 +124,14 @@ class Rows:
         self.ids = ids  # the decoder gives the same list again
         return True
 
+    def __contains__(self, wire_id: str) -> bool:
+        return wire_id in self._distinct
+
+    def lose(self, wire_id: str) -> None:
+        """A request has ended: if it is one of these, the next batch has other rows."""
+        if wire_id in self._distinct:
+            self.ids = []
+
     def grow(self, ids: list[str], known: Mapping[str, Request]) -> bool:
         """Take in the rows that a batch has after these.
 

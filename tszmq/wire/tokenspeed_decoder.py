@@ -41,7 +41,7 @@ _KEY = 29  # bytes of the first id, if it is ours: they tell engines apart
 _KEY_END = _IDS + _KEY
 _TWO_HOLES = HOLE * 2
 _THREE_HOLES = HOLE * 3
-_MOST_KNOWN = 32
+_MOST_KNOWN = 64  # engines are remembered
 _TOKEN_PROBE = 60  # bytes of the tokens that they are looked for by
 _COLUMNS = 7  # after the ids
 _STREAK = 3  # batches with the same rows after which the next is expected to repeat the last
@@ -103,7 +103,7 @@ class TokenSpeedDecoder:
             del self._repeated[key]
         shape = self._shape
         if not data.startswith(shape.header, len(_HEAD)):
-            if int.from_bytes(key[1:HEADER], "big") > len(data):
+            if len(key) < HEADER or int.from_bytes(key[1:HEADER], "big") > len(data):
                 return None  # nothing is made for rows that are not there
             self._shape = shape = Shape.of(key[:HEADER])
         values, scored, known = _unpack_large(data, shape, self._known.get(key[HEADER:]))
@@ -171,7 +171,7 @@ class TokenSpeedDecoder:
             completion,
             prompt,
             cached,
-            logprobs if scored else None,
+            logprobs if floats else None,  # where rows have tokens
             step,
             self._load_of(tail),
         )
@@ -223,8 +223,7 @@ class TokenSpeedDecoder:
         if known is None:
             if len(rids) < LARGE:
                 return  # a header that is longer than it has to be
-            if len(self._known) >= _MOST_KNOWN:
-                self._known.clear()
+            _make_room(self._known)
             known = KnownRows.of(rids)
             self._known[known.ids[:_KEY]] = known
         elif rids is not known.rids:
@@ -238,17 +237,21 @@ class TokenSpeedDecoder:
         """Whether to expect the next batch to repeat this one."""
         streak = self._streaks.get(key)
         if streak is None or streak.rids != batch.request_ids:
-            if len(self._streaks) >= _MOST_KNOWN:
-                self._streaks.clear()
+            _make_room(self._streaks)
             self._streaks[key] = Streak(batch.request_ids)
             return
         streak.count += 1
         if streak.count == _STREAK:
-            if len(self._repeated) >= _MOST_KNOWN:
-                self._repeated.clear()
+            _make_room(self._repeated)
             self._repeated[key] = Repeated.of(_HEAD, batch)
         elif streak.count > _STREAK:
             streak.count = -_LONG_TIME
+
+
+def _make_room(remembered: dict[bytes, Any]) -> None:
+    """For one more; what was noted first goes first."""
+    if len(remembered) >= _MOST_KNOWN:
+        del remembered[next(iter(remembered))]
 
 
 def _unpack_small(data: bytes) -> tuple[list[Any], bool]:
