@@ -108,6 +108,18 @@ def test_rows_that_end_or_join_do_not_break_up_what_is_kept(logprobs):
     crowd.verify_all()
 
 
+def test_rows_that_others_take_the_place_of_keep_their_tokens():
+    crowd = Crowd()
+    crowd.step(joining=crowd.admit(20))
+    for _ in range(3):
+        crowd.step()
+    others = crowd.admit(20)
+    for _ in range(3):
+        crowd.alone(others)
+    crowd.step()
+    crowd.verify_all()
+
+
 def test_requests_that_end_elsewhere_do_not_break_up_what_is_kept():
     """Of one token, or in the engine's queue."""
     crowd = Crowd()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -158,3 +160,16 @@ def test_clocks_run_while_the_mailbox_never_empties(client_and_engines):
         assert turns > 1
     finally:
         done = True
+
+
+def test_what_one_turn_leaves_in_the_mailbox_is_taken_in_the_next(client_and_engines):
+    client, _ = client_and_engines()
+    mailbox = client._session.shared.mailbox
+    entered, go = threading.Event(), threading.Event()
+    mailbox.post(Do(lambda: entered.set() or go.wait(PATIENCE)))
+    assert entered.wait(PATIENCE)
+    taken: list[int] = []
+    for number in range(3500):
+        mailbox.post(Do(partial(taken.append, number)))
+    go.set()
+    eventually(lambda: taken == list(range(3500)))
