@@ -169,7 +169,7 @@ def test_what_one_turn_leaves_in_the_mailbox_is_taken_in_the_next(client_and_eng
     mailbox.post(Do(lambda: entered.set() or go.wait(PATIENCE)))
     assert entered.wait(PATIENCE)
     taken: list[int] = []
-    for number in range(3500):
+    for number in range(60_000):
         mailbox.post(Do(partial(taken.append, number)))
     go.set()
-    eventually(lambda: taken == list(range(3500)))
+    eventually(lambda: taken == list(range(60_000)))
