@@ -180,6 +180,7 @@ class _Batch:
         if self._exhausted:
             return False
         index, prompt = next(self._prompts, (-1, None))
+        self._session.check_process()  # the caller's code may have forked
         if index < 0:
             self._exhausted = True
             if self._checks_params and next(self._params, _NO_MORE) is not _NO_MORE:
@@ -187,6 +188,7 @@ class _Batch:
             return False
         self._pulled = index + 1
         params = next(self._params, _NO_MORE)
+        self._session.check_process()
         if params is _NO_MORE:
             raise InvalidRequest(f"prompt {index} has no sampling_params: there are no more")
         try:
@@ -367,6 +369,8 @@ class _Batch:
             self._leave_queue()
             done = self._done + len(self._settled) + len(self._group.finished)
             self._meter(done, self._total, last)
+            if not last:
+                self._session.check_process()
 
 
 def _again(error: Exception) -> Exception:

@@ -611,6 +611,52 @@ def test_fork(client_and_engines, run_script, short_dir):
     assert engine.aborts == []
 
 
+@pytest.mark.parametrize("where", ["prompts", "params", "progress"])
+def test_fork_in_what_a_bulk_call_calls(client_and_engines, run_script, short_dir, where):
+    """The child, which returns from it into the call, hears of it at once."""
+    address = f"ipc://{short_dir}/handshake.sock"
+    client_and_engines.engine(address, auto=True)
+    result = run_script(
+        """
+import os, signal, sys, warnings
+warnings.simplefilter("ignore")
+import tszmq
+from tszmq import Client, SamplingParams
+client, child = Client(sys.argv[1], connect_timeout=20), None
+
+def fork(here):
+    global child
+    if child is None and here == sys.argv[2]:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+
+def each(values, here):
+    for number, value in enumerate(values):
+        if number == 5:
+            fork(here)
+        yield value
+
+prompts, params = ([n + 1] for n in range(20)), (SamplingParams(max_tokens=3) for _ in range(20))
+try:
+    results = client.generate_many(
+        each(prompts, "prompts"), each(params, "params"), max_inflight=4,
+        progress=lambda *_: fork("progress"),
+    )
+except tszmq.ForkedClient:
+    os._exit(7 if child == 0 else 1)
+_, status = os.waitpid(child, 0)
+print("child", os.waitstatus_to_exitcode(status), "parent", len(results))
+client.close()
+print("leaving", flush=True)
+""",
+        address,
+        where,
+    )
+    assert result.output.splitlines() == ["child 7 parent 20", "leaving"]
+    exits_cleanly(result)
+
+
 def test_client_of_a_child(client_and_engines, run_script, short_dir):
     """A forked child may make a client of its own."""
     address = f"ipc://{short_dir}/handshake.sock"

@@ -32,7 +32,7 @@ class Startup:
     """
 
     def __init__(self, expected: int) -> None:
-        self._expected = expected
+        self.expected = expected
         self._stages: dict[int, Stage] = {}
         self._waiting: dict[int, int] = {}  # index -> the connection that said HELLO
         self._greeted_by: dict[int, int] = {}
@@ -44,7 +44,7 @@ class Startup:
         stage = self._stages.get(index)
         if stage is Stage.GREETED and self._greeted_by.get(index) == connection:
             return True  # engines say it once: that before was a predecessor's last word
-        full = stage is None and len(self._stages) >= self._expected
+        full = stage is None and len(self._stages) >= self.expected
         if full or (stage is not None and stage is not Stage.DEAD):
             self._waiting[index] = connection
             return False
@@ -55,6 +55,10 @@ class Startup:
         self._waiting.pop(index, None)
         self._stages[index] = Stage.GREETED
         self._greeted_by[index] = connection
+
+    def is_known(self, index: int) -> bool:
+        """Whether an engine of that index is there, on its way or dead."""
+        return index in self._stages
 
     def ready(self, index: int) -> bool:
         """An engine said READY; False when nobody expected that of it."""
@@ -119,7 +123,7 @@ class Startup:
         served = []
         for index, connection in list(self._waiting.items()):
             stage = self._stages.get(index)
-            vacant = stage is None and len(self._stages) < self._expected
+            vacant = stage is None and len(self._stages) < self.expected
             if vacant or stage is Stage.DEAD:
                 self._greet(index, connection)
                 served.append(index)
@@ -136,7 +140,7 @@ class Startup:
     def num_missing(self) -> int:
         """Engines that have never registered."""
         coming = sum(stage in (Stage.REGISTERED, Stage.DEAD) for stage in self._stages.values())
-        return self._expected - coming
+        return self.expected - coming
 
     def describe_missing(self) -> str:
         """Who is missing and at which stage, for people."""
@@ -145,12 +149,12 @@ class Startup:
             for index, stage in sorted(self._stages.items())
             if stage in (Stage.GREETED, Stage.READY)
         ]
-        silent = self._expected - len(self._stages)
+        silent = self.expected - len(self._stages)
         if silent:
             # Ranks are numbered from 0 unless somebody chose otherwise.
-            named = [i for i in range(self._expected) if i not in self._stages]
+            named = [i for i in range(self.expected) if i not in self._stages]
             guess = ""
-            if len(named) == silent and all(i < self._expected for i in self._stages):
+            if len(named) == silent and all(i < self.expected for i in self._stages):
                 guess = f" ({', '.join(map(str, named))}, if they are numbered from 0)"
             parts.append(f"{silent} never said HELLO{guess}")
         if self._waiting:
@@ -158,4 +162,4 @@ class Startup:
             parts.append(f"kept waiting because their index or place is taken: {waiting}")
         if self.ignored:
             parts.append(f"{self.ignored} messages of strangers were ignored")
-        return f"{self.num_missing()} of {self._expected} engines missing: " + "; ".join(parts)
+        return f"{self.num_missing()} of {self.expected} engines missing: " + "; ".join(parts)

@@ -119,10 +119,13 @@ class Greeter:
         if self._startup.hello(index, self._connections.number(fd, self._is_open(fd))):
             self.send_init(index)
         else:
-            self.warn(
-                f"an engine said HELLO with index {index}, which is taken: it is kept waiting "
-                "until that place is free"
+            why = (
+                "which is taken: it is kept waiting until that place is free"
+                if self._startup.is_known(index)
+                else f"one more than the {self._startup.expected} expected: start this client "
+                "with a larger engine_count"
             )
+            self.warn(f"an engine said HELLO with index {index}, {why}")
 
     def send_init(self, index: int) -> None:
         """Tell an engine where the data sockets are."""
