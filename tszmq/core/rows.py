@@ -71,7 +71,7 @@ class Rows:
     Attributes:
         arrays: Their tokens, beside them.
         streams: Positions of those that somebody reads along.
-        unstarted: Those that have had no token.
+        unstarted: Positions of those that have had no token.
         sources: The engines they were placed on; more than one from a broken sender only.
         source: The engine of the first.
         hidden: Streams among them have tokens that were not shown.
@@ -97,7 +97,7 @@ class Rows:
         self.ids = ids
         self.requests = requests
         self.arrays = [request.tokens for request in requests]
-        self.unstarted = [request for request in requests if request.first is None]
+        self.unstarted = [i for i, request in enumerate(requests) if request.first is None]
         self.sources = set(map(_engine_of, requests))
         self.source = requests[0].engine_index if requests else -1
         self.hidden = False
@@ -158,7 +158,7 @@ class Rows:
         self._distinct.update(new)
         self.requests += joined
         self.arrays += arrays
-        self.unstarted += [request for request in joined if request.first is None]
+        self.unstarted += [i for i, each in enumerate(joined, count) if each.first is None]
         for request in joined:
             if request.streaming or request.logprobs is not None:
                 self._find_readers()
@@ -175,10 +175,11 @@ class Rows:
         if not self._are_distinct() or len(self.sources) != 1:
             self._steps.forget()
             return  # they stay forgotten
-        if self.unstarted:
-            self.unstarted = [request for request in self.unstarted if request.end is None]
         left = list(ids)
         for position in sorted(ended, reverse=True):
+            if self.unstarted:
+                others = [at for at in self.unstarted if at != position]
+                self.unstarted = [at - (at > position) for at in others]
             self._distinct.discard(left.pop(position))
             del self.requests[position], self.arrays[position]
             self._steps.drop(position)
@@ -207,12 +208,15 @@ class Rows:
         # Another batch, with other rows, may have brought it before. What is kept together
         # brought every row one.
         kept = bool(self._steps)
-        started = [r for r in self.unstarted if (kept or r.tokens) and r.first is None]
-        for request in started:
-            request.first = now
-            if cached_tokens is not None:  # the end tells again, but not every request has one
-                request.cached_tokens = cached_tokens[self.requests.index(request)]
-        self.unstarted = [r for r in self.unstarted if r.first is None and r.end is None]
+        started = []
+        for position in self.unstarted:
+            request = self.requests[position]
+            if request.first is None and (kept or request.tokens):
+                request.first = now
+                if cached_tokens is not None:  # not every request has an end that tells it
+                    request.cached_tokens = cached_tokens[position]
+                started.append(request)
+        self.unstarted = [at for at in self.unstarted if self.requests[at].first is None]
         return started
 
     # -- one token each
