@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
@@ -21,6 +22,9 @@ if not faulthandler.is_enabled():
     faulthandler.enable()
 # The same for child processes: an engine that dies on a signal says where.
 os.environ.setdefault("PYTHONFAULTHANDLER", "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As in a shell's background jobs, where a test of Ctrl-C would wait for ever.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def unit_of_time() -> float:
