@@ -141,6 +141,7 @@ TWO_LOCKS = Mutation(
 
 ROUTING = "tests/core/test_routing.py"
 FLIGHTS = "tests/core/test_flights.py"
+STEPS = "tests/core/test_steps.py"
 OWNERSHIP = "tests/test_ownership.py"
 
 BY_TESTS = [
@@ -225,12 +226,35 @@ BY_TESTS = [
         (
             Patch(
                 "core/flights.py",
-                "        self._rows[request.engine_index].ids = []"
-                "  # they hold it: the next batch has other rows\n",
+                "        self._rows[request.engine_index].lose(request.wire_id)\n",
                 "",
             ),
         ),
         (f"{FLIGHTS}::test_late_rows_are_noise",),
+        "assert",
+    ),
+    Mutation(
+        "what is kept together is dealt out after the end",
+        (
+            Patch(
+                "core/flights.py",
+                "                rows.deal_to(compress(count(), batch.finish_reasons))\n",
+                "                pass\n",
+            ),
+        ),
+        (f"{STEPS}::test_an_abort_after_tokens_that_are_kept_is_no_refusal",),
+        "assert",
+    ),
+    Mutation(
+        "the lane of a row that ended is not kept empty",
+        (
+            Patch(
+                "core/steps.py",
+                "            values.insert(hole, 0)\n",
+                "            pass\n",
+            ),
+        ),
+        (f"{STEPS}::test_rows_that_end_or_join_do_not_break_up_what_is_kept",),
         "assert",
     ),
     Mutation(
