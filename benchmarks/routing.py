@@ -106,7 +106,7 @@ def run(policy: Callable[[], Policy], scene: Scene, count: int) -> Outcome:
         makespan = time.monotonic() - started
     assert [done.completion_tokens for done in results] == [tokens for _, tokens in requests]
     counts = Counter(done.engine_index for done in results)
-    waits = [done.first_token for done in results]
+    waits = [done.first_token for done in results if done.first_token is not None]
     return Outcome(
         makespan, quantile(waits, 0.99), tuple(counts[index] for index in range(scene.ranks))
     )
