@@ -611,7 +611,7 @@ def test_fork(client_and_engines, run_script, short_dir):
     assert engine.aborts == []
 
 
-@pytest.mark.parametrize("where", ["prompts", "params", "progress"])
+@pytest.mark.parametrize("where", ["prompts", "prompts end", "params", "progress"])
 def test_fork_in_what_a_bulk_call_calls(client_and_engines, run_script, short_dir, where):
     """The child, which returns from it into the call, hears of it at once."""
     address = f"ipc://{short_dir}/handshake.sock"
@@ -636,12 +636,13 @@ def each(values, here):
         if number == 5:
             fork(here)
         yield value
+    fork(here + " end")
 
 prompts, params = ([n + 1] for n in range(20)), (SamplingParams(max_tokens=3) for _ in range(20))
 try:
     results = client.generate_many(
         each(prompts, "prompts"), each(params, "params"), max_inflight=4,
-        progress=lambda *_: fork("progress"),
+        progress=(lambda *_: fork("progress")) if sys.argv[2] == "progress" else False,
     )
 except tszmq.ForkedClient:
     os._exit(7 if child == 0 else 1)

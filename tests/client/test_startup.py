@@ -353,7 +353,7 @@ def test_second_hello_of_a_living_engine_waits(client_and_engines, caplog):
     second = client_and_engines.engine(client.endpoints.handshake, 0)
     with caplog.at_level(logging.WARNING, "tszmq"):
         second.hello()
-        eventually(lambda: any(r.levelno >= logging.WARNING for r in caplog.records))
+        eventually(lambda: any("index 0, which is taken" in r.message for r in caplog.records))
     stays_true(lambda: not second.has_init(), 0.3)
     answer_one(client, first)
     with client.stream([1]) as stream:
@@ -364,6 +364,17 @@ def test_second_hello_of_a_living_engine_waits(client_and_engines, caplog):
     second.finish_connect()
     eventually(lambda: client.engines[0].alive)
     assert answer_one(client, second).engine_index == 0
+
+
+def test_an_engine_too_many_is_said_to_be_one(client_and_engines, caplog):
+    client, [first] = client_and_engines()
+    other = client_and_engines.engine(client.endpoints.handshake, 7)
+    with caplog.at_level(logging.WARNING, "tszmq"):
+        other.hello()
+        eventually(lambda: any("larger engine_count" in r.message for r in caplog.records))
+    assert "index 7, one more than the 1 expected" in caplog.text
+    stays_true(lambda: not other.has_init(), 0.1)
+    answer_one(client, first)
 
 
 def test_second_hello_during_start_up_waits(client_and_engines):
