@@ -496,17 +496,22 @@ def test_interpreter_exits_with_unsent_data(client_and_engines, run_script, shor
     """An engine that is dead, or does not read, does not hold it up."""
     address = f"ipc://{short_dir}/handshake.sock"
     engine = client_and_engines.engine(address, process=True)
+    connected = short_dir / "connected"  # before that, the engine has to answer this test
     body = """
 import os, signal, time
 pid = int(sys.argv[2])
+while not os.path.exists(sys.argv[4]):
+    time.sleep(0.01)
 os.kill(pid, signal.SIGSTOP)
 streams = [client.stream([1] * 8000, LONG) for _ in range(200)]
 if sys.argv[3] == "kill":
     os.kill(pid, signal.SIGKILL)
 leaving()
 """
-    running = in_thread(run_script, SCRIPT + body, address, str(engine.pid), fate)
+    arguments = (address, str(engine.pid), fate, str(connected))
+    running = in_thread(run_script, SCRIPT + body, *arguments)
     engine.connect()
+    connected.touch()
     exits_cleanly(running.result(30))
 
 
