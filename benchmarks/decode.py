@@ -11,13 +11,15 @@ ratios to ``ormsgpack.unpackb`` of the same bytes, which checks nothing and hand
 
 Loads: ``steady`` (the same rows in each message), ``finish`` (some rows end in each message
 and others take their place: 1, or 1 in 64), ``change`` (no id is in two messages in a row),
-``ranks`` (as steady, from four engines in turn).
+``ranks`` (as steady, from four engines in turn), ``text`` (as steady, with token ids of all
+widths, as text has them: a tenth below 128, a tenth above 65535; elsewhere they are below 32000).
 Less than 1 means that the client is done before a bare decode would be.
 """
 
 from __future__ import annotations
 
 import gc
+import random
 import sys
 import time
 from collections.abc import Callable
@@ -44,6 +46,15 @@ PROMPT = 100
 INFO = EngineInfo(0, True, 1 << 20, 4000, 64, "bfloat16", "benchmark")
 RANKS = 4
 
+_chance = random.Random(5)
+TEXT = [
+    _chance.choice([_chance.randrange(128), _chance.randrange(65536, 151936)])
+    if _chance.random() < 0.2
+    else _chance.randrange(128, 65536)
+    for _ in range(9973)
+]
+"""Token ids as text has them."""
+
 # What the project asks of itself: (load, rows, logprobs) to at most so many times unpackb. One
 # row: 2.5 us where unpackb takes 0.52.
 LIMITS = {
@@ -51,6 +62,7 @@ LIMITS = {
     ("steady", 64, False): 1.4,
     ("steady", 256, False): 1.25,
     ("steady", 256, True): 2.5,
+    ("text", 256, False): 1.25,
     ("ranks", 256, False): 1.4,
     ("finish", 256, False): 2.5,
     ("change", 256, False): 3.0,
@@ -101,7 +113,8 @@ def make_load(rows: int, tokens: int, logprobs: bool, kind: str, count: int) -> 
         for rid in rids:
             done[rid] += tokens
         engine = everyone[rids[0]]
-        messages.append(_message(rids, done, tokens, logprobs, ending, step, engine))
+        ids_of_step = _tokens(kind, rows, tokens, step)
+        messages.append(_message(rids, done, ids_of_step, logprobs, ending, step, engine))
         if ending:
             fresh = dict.fromkeys([ids.new() for _ in range(ending)], 0)
             everyone |= fresh
@@ -110,20 +123,27 @@ def make_load(rows: int, tokens: int, logprobs: bool, kind: str, count: int) -> 
     return Load(rows, tokens, logprobs, kind, messages, everyone)
 
 
+def _tokens(kind: str, rows: int, tokens: int, step: int) -> list[list[int]]:
+    vocabulary = TEXT if kind == "text" else range(32000)
+    return [
+        [
+            vocabulary[(row * 7919 + (step * tokens + at) * 10473) % len(vocabulary)]
+            for at in range(tokens)
+        ]
+        for row in range(rows)
+    ]
+
+
 def _message(
     rids: list[str],
     done: dict[str, int],
-    tokens: int,
+    ids: list[list[int]],
     logprobs: bool,
     ending: int,
     step: int,
     engine: int,
 ) -> bytes:
     rows = len(rids)
-    ids = [
-        [(row * 7919 + (step * tokens + at) * 10473) % 32000 for at in range(tokens)]
-        for row in range(rows)
-    ]
     empty: list[list[int]] = [[]] * rows
     values = [[-0.01 * (token % 1000) - 0.005 for token in row] for row in ids]
     columns: list[Any] = [
@@ -296,7 +316,7 @@ def main() -> None:
     combinations = [
         ("steady", rows, k, lp) for lp in (False, True) for k in (1, 4) for rows in sizes
     ]
-    kinds = ("finish", "change", "ranks")
+    kinds = ("finish", "change", "ranks", "text")
     combinations += [(kind, rows, 1, False) for kind in kinds for rows in sizes]
     for kind, rows, tokens, logprobs in combinations:
         count = max(8, (1000 if bench.quick else 20000) // (rows + 8))

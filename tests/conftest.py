@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 THREAD_PREFIX = "tszmq-"
 LEAK_PATIENCE = 2.0
@@ -22,6 +23,11 @@ if not faulthandler.is_enabled():
     faulthandler.enable()
 # The same for child processes: an engine that dies on a signal says where.
 os.environ.setdefault("PYTHONFAULTHANDLER", "1")
+# Of a slow machine the tests learn nothing.
+settings.register_profile(
+    "patient", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("patient")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As in a shell's background jobs, where a test of Ctrl-C would wait for ever.
     signal.signal(signal.SIGINT, signal.default_int_handler)

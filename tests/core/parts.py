@@ -74,7 +74,7 @@ class Place:
             request_ids=[getattr(row[0], "wire_id", row[0]) for row in rows],
             token_ids=[row[1] for row in rows],
             finish_reasons=reasons,
-            num_finished=len(reasons) - reasons.count(RUNNING),
+            finished=[row for row, reason in enumerate(reasons) if reason != RUNNING],
             **columns,
         )
 
@@ -92,6 +92,7 @@ class Place:
             array("I", counts).tobytes(),
             None if logprobs is None else array("d", [value for [value] in logprobs]),
         )
+        batch.token_ids, batch.logprobs = [], None
         return batch
 
     def tokens_of(self, request: Request) -> list[int]:

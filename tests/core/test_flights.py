@@ -930,18 +930,19 @@ def now_of(expected: dict[str, Expected]) -> float:
 def apply_naively(expected: dict[str, Expected], batch: Any, now: float) -> None:
     """All or nothing; then tokens, then ends, each row on its own."""
     rows = list(enumerate(batch.request_ids))
+    token_ids, logprobs = batch.rows_of_tokens(), batch.rows_of_logprobs()
     known = [(i, expected[each]) for i, each in rows if expected[each].end is None]
     for i, _ in known:
-        for token in batch.token_ids[i]:
+        for token in token_ids[i]:
             if type(token) is not int or not 0 <= token < 1 << 32:
                 raise DecodeError("bad")
     for i, each in known:
-        each.tokens += batch.token_ids[i]
+        each.tokens += token_ids[i]
         if each.tokens and each.first is None:
             each.first = now
             each.cached = batch.cached_tokens[batch.request_ids.index(batch.request_ids[i])]
-        values = batch.logprobs and batch.logprobs[i]
-        each.logprobs += values or [math.nan] * len(batch.token_ids[i])
+        values = logprobs and logprobs[i]
+        each.logprobs += values or [math.nan] * len(token_ids[i])
         if batch.details and i in batch.details:
             each.stop_reason = batch.details[i].stop_reason
     ends: dict[str, str] = {}
@@ -956,7 +957,7 @@ def apply_naively(expected: dict[str, Expected], batch: Any, now: float) -> None
     gaps = [(i, each) for i, each in known if batch.completion_tokens[i] > len(each.tokens)]
     for i, each in gaps:
         ends[batch.request_ids[i]] = "lost"
-        kept = len(each.tokens) - len(batch.token_ids[i])  # what came after the gap is not shown
+        kept = len(each.tokens) - len(token_ids[i])  # what came after the gap is not shown
         del each.tokens[kept:], each.logprobs[kept:]
     for wire_id, end in ends.items():
         expected[wire_id].end = end

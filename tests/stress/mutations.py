@@ -238,8 +238,8 @@ BY_TESTS = [
         (
             Patch(
                 "core/flights.py",
-                "                rows.deal_to(compress(count(), batch.finish_reasons))\n",
-                "                pass\n",
+                "            rows.deal_to(batch.finished)\n",
+                "            pass\n",
             ),
         ),
         (f"{STEPS}::test_an_abort_after_tokens_that_are_kept_is_no_refusal",),
@@ -267,6 +267,18 @@ BY_TESTS = [
             ),
         ),
         (f"{FLIGHTS}::test_a_bad_token_in_any_row_leaves_no_trace",),
+        "AssertionError",
+    ),
+    Mutation(
+        "bytes in the middle of a token are taken for the start of a row",
+        (
+            Patch(
+                "wire/columns.py",
+                '        or table[::_WIDE] != b"\\x91" * rows\n',
+                "",
+            ),
+        ),
+        ("tests/wire/test_columns.py::test_no_short_sequence_is_read_wrongly",),
         "AssertionError",
     ),
     Mutation(

@@ -16,7 +16,7 @@ from tests.wire.tokenspeed_vectors import frames, vectors
 from tszmq.codec import HOLE, pack, unpack
 from tszmq.errors import DecodeError
 from tszmq.wire.base import EngineBatch
-from tszmq.wire.tokenspeed_decoder import TokenSpeedDecoder, _twin
+from tszmq.wire.tokenspeed_decoder import TokenSpeedDecoder
 from tszmq.wire.tokenspeed_output import read_batch
 
 SEEDS = [frames(vector)[0] for vector in vectors("BatchTokenIDOutSlim")]
@@ -29,29 +29,35 @@ def outcome(read: Callable[[bytes], EngineBatch], data: bytes) -> Any:
     except DecodeError:
         return None
     check_one_each(batch)
-    batch.one_each = None  # the quick way's alone
-    return repr(attrs.asdict(batch))
+    columns = {
+        **attrs.asdict(batch),
+        "token_ids": batch.rows_of_tokens(),
+        "logprobs": batch.rows_of_logprobs(),
+        "finished": list(batch.finished),
+        "one_each": None,  # the quick way's alone
+    }
+    return repr(columns)
 
 
 def check_one_each(batch: EngineBatch) -> None:
-    """What it repeats is what the columns say."""
+    """It is there instead of the columns, and counts what they count."""
     step = batch.one_each
     if step is None:
         return
-    assert [[token] for token in step.tokens] == batch.token_ids
+    assert (batch.token_ids, batch.logprobs) == ([], None)
+    assert len(step.tokens) == len(batch.request_ids) == batch.num_tokens
     assert batch.completion_tokens == array("I", step.counts).tolist()
-    if step.logprobs is None:
-        assert batch.logprobs is None
-    else:
-        assert repr([[value] for value in step.logprobs]) == repr(batch.logprobs)
+    if step.logprobs is not None:
+        assert len(step.logprobs) == len(step.tokens)
 
 
 def test_the_quick_way_repeats_a_step_of_one_token_each() -> None:
     for seed in SEEDS:
         batch = TokenSpeedDecoder().decode([seed])
         usual = len(unpack(seed)) == 14 and bool(batch.request_ids)
-        scored = batch.logprobs is None or all(batch.logprobs)
-        single = usual and scored and all(len(row) == 1 for row in batch.token_ids)
+        logprobs = batch.rows_of_logprobs()
+        scored = logprobs is None or all(logprobs)
+        single = usual and scored and all(len(row) == 1 for row in batch.rows_of_tokens())
         assert (batch.one_each is not None) == single
 
 
@@ -278,7 +284,8 @@ def test_what_is_repeated_is_taken_from_the_last_batch() -> None:
         batches = [decoder.decode([pack(many(step, cached=[cached] * 130))]) for step in range(8)]
         assert batches[7].prompt_tokens is batches[6].prompt_tokens
         assert batches[1].prompt_tokens is not batches[0].prompt_tokens
-        assert [batch.token_ids[0] for batch in batches] == [[step] for step in range(8)]
+        tokens = [batch.rows_of_tokens()[0] for batch in batches]
+        assert tokens == [[step] for step in range(8)]
 
 
 def test_what_is_not_repeated_may_be_anything_that_is_valid() -> None:
@@ -311,6 +318,114 @@ def test_what_is_not_repeated_may_be_anything_that_is_valid() -> None:
         assert None not in agree([*usual, pack(many(rids=rids)), usual[0]])
 
 
+def rows_of(count: int, step: int, **columns: Any) -> list[Any]:
+    """A batch of the first so many rows of an engine."""
+    usual: dict[str, Any] = {
+        "rids": [f"r{row:026}" for row in range(count)],
+        "tokens": [[(step + row * 7919) % 70000] for row in range(count)],
+        "reasons": [""] * count,
+        "prompt": [row % 300 for row in range(count)],
+        "completion": [step + row for row in range(count)],
+        "cached": [0] * count,
+        "logprobs": [[]] * count,
+        "logprob_ids": [[]] * count,
+    }
+    return large(**{**usual, **columns})
+
+
+def scored_rows_of(count: int, step: int) -> list[Any]:
+    tokens = [[(step + row * 7919) % 70000] for row in range(count)]
+    logprobs = [[-0.25 * row] for row in range(count)]
+    return rows_of(count, step, tokens=tokens, logprobs=logprobs, logprob_ids=tokens)
+
+
+KINDS: dict[str, Callable[[int, int], list[Any]]] = {
+    "usual": rows_of,
+    "cached": lambda count, step: rows_of(count, step, cached=[row % 3 for row in range(count)]),
+    "logprobs": scored_rows_of,
+}
+
+
+def series(kind: str, count: int, joined: int, ended: bool) -> tuple[list[bytes], list[Any]]:
+    """Five messages of the same rows, and the sixth batch: with others, or the end of one."""
+    before = [pack(KINDS[kind](count, step)) for step in range(5)]
+    values = KINDS[kind](count + joined, 5)
+    if ended:
+        values[3] = ["", "stop", *[""] * (count + joined - 2)]
+    return before, values
+
+
+@pytest.mark.parametrize("ended", [False, True])
+@pytest.mark.parametrize("joined", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_they_agree_whatever_byte_is_another(kind: str, joined: int, ended: bool) -> None:
+    """One after the other, in a batch of known rows and of some that join."""
+    decoder = TokenSpeedDecoder()
+    before, values = series(kind, 17, joined, ended)
+    data = pack(values)
+    plain = outcome(read_batch, data)
+    accepted = 0
+    second_id, last_id = data.index(b"r00") + 29, data.index(b"r%026d" % 16)
+    for at in (*range(second_id), *range(last_id, len(data))):
+        for byte in {0x00, 0x90, 0xC3, 0xDC, (data[at] + 1) % 256}:
+            for message in before if at % 50 == 0 else before[-1:]:
+                decoder.decode([message])
+            changed = data[:at] + bytes([byte]) + data[at + 1 :]
+            expected = outcome(read_batch, changed)
+            seen = outcome(lambda data: decoder.decode([data]), changed)
+            assert seen == expected, f"byte {at} is {byte:#x} in {data.hex()}"
+            accepted += expected is not None
+        if at % 50 == 0:
+            assert outcome(lambda data: decoder.decode([data]), data) == plain
+    assert accepted > len(data) / 10
+
+
+@pytest.mark.parametrize("ended", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_join_are_not_taken_for_granted(kind: str, ended: bool) -> None:
+    before, usual = series(kind, 18, 2, ended)
+    assert None not in agree([*before, pack(usual)])
+    for column in range(1, 9):
+        for row in (17, 18, 19):
+            for item in (None, True, 7, "x", b"x", [], [7], ["x"], [0.5], {}, {"a": 1}, 2**32):
+                values = [*usual[:column], list(usual[column]), *usual[column + 1 :]]
+                values[column][row] = item
+                agree([*before, pack(values), before[-1]])
+        for wrong in (usual[column][:18], usual[column][:19], [*usual[column], usual[column][-1]]):
+            values = [*usual[:column], wrong, *usual[column + 1 :]]
+            assert agree([*before, pack(values), before[-1]])[-2] is None
+    # Fewer rows than are known, said in a header only.
+    data = pack(KINDS[kind](18, 5))
+    for rows in (0, 16, 17):
+        agree([*before, data[:21] + b"\xdc\0" + bytes([rows]) + data[24:]])
+        agree([*before, data.replace(b"\xdc\0\x12", b"\xdc\0" + bytes([rows]))])
+
+
+@pytest.mark.parametrize("rows", [16, 194, 195, 256, 0x1C2])
+@pytest.mark.parametrize("joined", [0, 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_quick_way_is_taken(
+    kind: str, joined: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the number of rows looks like a bool. Else it is not worth having."""
+    before, values = series(kind, rows, joined, ended=True)
+    messages = [*before, pack(values)]
+    expected = [outcome(read_batch, message) for message in messages]
+    decoder = TokenSpeedDecoder()
+    decoder.decode([messages[0]])
+    long_ways = (
+        ("tszmq.wire.tokenspeed_decoder.read_batch", lambda _: pytest.fail("plainly")),
+        (
+            "tszmq.wire.tokenspeed_decoder.TokenSpeedDecoder._read_rows",
+            lambda *_: pytest.fail("slowly"),
+        ),
+    )
+    for name, fail in long_ways:
+        monkeypatch.setattr(name, fail)
+    for message, plain in zip(messages, expected, strict=True):
+        assert outcome(lambda data: decoder.decode([data]), message) == plain
+
+
 def test_columns_that_vary_are_decoded() -> None:
     messages = []
     for step in range(8):
@@ -321,9 +436,6 @@ def test_columns_that_vary_are_decoded() -> None:
 
 def test_the_ids_of_logprobs_are_not_taken_for_granted() -> None:
     usual = scored(40)
-    column = pack(usual[2])
-    start = pack(usual).index(column)
-    assert _twin(pack(usual), start) == (pack(usual).rindex(column), len(column))
     spoilt = []
     for row in (0, 20, 39):
         for item in ([], [1], [1, 2], [None], [True], 7, [2**32], [-1]):

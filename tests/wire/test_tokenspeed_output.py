@@ -43,7 +43,7 @@ def test_captured_batches_are_read(vector: dict[str, Any]) -> None:
         request_ids=fields["rids"],
         token_ids=fields["output_ids"],
         finish_reasons=fields["finished_reasons"],
-        num_finished=sum(reason != "" for reason in fields["finished_reasons"]),
+        finished=[row for row, reason in enumerate(fields["finished_reasons"]) if reason],
         num_tokens=sum(map(len, fields["output_ids"])),
         completion_tokens=fields["completion_tokens"],
         prompt_tokens=fields["prompt_tokens"],
@@ -56,7 +56,13 @@ def test_captured_batches_are_read(vector: dict[str, Any]) -> None:
 
 def columns_of(batch: EngineBatch) -> dict[str, Any]:
     """All of it, less the form of it that is only there to be quick."""
-    return {**attrs.asdict(batch), "one_each": None}
+    return {
+        **attrs.asdict(batch),
+        "token_ids": batch.rows_of_tokens(),
+        "logprobs": batch.rows_of_logprobs(),
+        "finished": list(batch.finished),
+        "one_each": None,
+    }
 
 
 def test_the_sentinel_is_no_batch() -> None:
@@ -111,7 +117,7 @@ def test_the_valid_batch_is_read(rows: int) -> None:
     read = decode(pack(batch(rows)))
     assert read.request_ids == [f"r{row}" for row in range(rows)]
     assert read.load == EngineLoad(4, 1, 0.75, 4)
-    assert read.num_finished == 0
+    assert list(read.finished) == []
     assert read.logprobs is None
     assert read.details is None
 
@@ -163,12 +169,12 @@ def test_more_waiting_than_running_counts_the_waiting(rows: int) -> None:
 
 def test_finished_rows_are_counted(rows: int) -> None:
     reasons = ["stop", "a word of tomorrow", *[""] * (rows - 2)]
-    assert decode(pack(batch(rows, reasons=reasons))).num_finished == 2
+    assert len(decode(pack(batch(rows, reasons=reasons))).finished) == 2
 
 
 def test_a_row_may_have_no_tokens(rows: int) -> None:
     tokens = [[], [7], *[[]] * (rows - 2)]
-    assert decode(pack(batch(rows, tokens=tokens))).token_ids == tokens
+    assert decode(pack(batch(rows, tokens=tokens))).rows_of_tokens() == tokens
 
 
 def test_logprobs_of_some_rows(rows: int) -> None:
@@ -199,7 +205,7 @@ def test_counts_that_contain_the_bytes_of_a_bool(rows: int, value: int) -> None:
     read = decode(
         pack(batch(rows, tokens=[[value]] * rows, prompt=column, completion=column, cached=column))
     )
-    assert read.token_ids == [[value]] * rows
+    assert read.rows_of_tokens() == [[value]] * rows
     assert (read.prompt_tokens, read.completion_tokens, read.cached_tokens) == (column,) * 3
 
 
@@ -422,10 +428,10 @@ def test_the_usual_batch_does_not_need_the_plain_way(
         {"prompt": [0xC2] * rows, "total": 0xC3C3},
     )
     for columns in usual:
-        assert len(decoder.decode([pack(batch(rows, **columns))]).token_ids) == rows
+        assert len(decoder.decode([pack(batch(rows, **columns))]).rows_of_tokens()) == rows
 
 
 def test_the_plain_way_reads_the_usual_batch_too(rows: int) -> None:
     data = pack(batch(rows))
-    assert attrs.asdict(read_batch(data)) == attrs.asdict(decode(data))
-    assert read_batch(*frames(vector("batch-256-requests"))).num_finished == 16
+    assert columns_of(read_batch(data)) == columns_of(decode(data))
+    assert len(read_batch(*frames(vector("batch-256-requests"))).finished) == 16

@@ -41,7 +41,9 @@ def check(batch: EngineBatch) -> None:
     for tokens in batch.token_ids:
         assert type(tokens) is list
         assert all(type(token) is int for token in tokens)
-    assert batch.num_finished == rows - batch.finish_reasons.count(RUNNING)
+    assert list(batch.finished) == [
+        row for row, reason in enumerate(batch.finish_reasons) if reason != RUNNING
+    ]
     if batch.logprobs is not None:
         assert len(batch.logprobs) == rows
         for tokens, values in zip(batch.token_ids, batch.logprobs, strict=True):

@@ -93,7 +93,7 @@ def test_captured_steps_are_read(vector: dict[str, Any]) -> None:
     assert batch.finish_reasons == [
         "" if row["finish_reason"] is None else REASONS[row["finish_reason"]] for row in rows
     ] + ["abort"] * len(without_row)
-    assert batch.num_finished == len(ended) + len(without_row)
+    assert len(batch.finished) == len(ended) + len(without_row)
     assert batch.logprobs == expected_logprobs(rows)
     assert batch.load == expected_load(fields["scheduler_stats"])
     details = dict(enumerate(map(expected_detail, rows)))
@@ -178,7 +178,7 @@ def test_the_usual_message() -> None:
     batch = decode(message(row("a", (1,)), row("b", (2, 3)), row("c", ())))
     assert (batch.engine_index, batch.request_ids) == (1, ["a", "b", "c"])
     assert batch.token_ids == [[1], [2, 3], []]
-    assert (batch.finish_reasons, batch.num_finished) == (["", "", ""], 0)
+    assert (batch.finish_reasons, list(batch.finished)) == (["", "", ""], [])
     assert (batch.logprobs, batch.load, batch.details, batch.signals) == (None, None, None, ())
 
 
@@ -210,7 +210,7 @@ def test_an_empty_message_is_not_read() -> None:
 @pytest.mark.parametrize("code", [5, 99, -1, 2**40])
 def test_unknown_ends_are_ends(code: int) -> None:
     batch = decode(message(row(finish_reason=code)))
-    assert (batch.finish_reasons, batch.num_finished) == ([f"unknown({code})"], 1)
+    assert (batch.finish_reasons, list(batch.finished)) == ([f"unknown({code})"], [0])
 
 
 def test_pickles_are_not_read_and_do_no_harm() -> None:
@@ -351,7 +351,7 @@ def test_finished_requests_without_a_row_are_aborted() -> None:
     assert batch.token_ids == [[1], [], [], []]
     assert batch.finish_reasons == ["", "error", "abort", "abort"]
     assert batch.logprobs == [[-0.5], [], [], []]
-    assert batch.num_finished == 3
+    assert len(batch.finished) == 3
 
 
 # -- what is wrong ------------------------------------------------------------------------

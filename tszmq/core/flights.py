@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from itertools import compress, count
 from typing import TypeVar
 
 import attrs
@@ -289,26 +288,25 @@ class Flights:
             return self._apply_step(rows, batch, now)
         else:
             rows.spill()
-        rows.store(batch.token_ids)
+        rows.store(batch)
         rows.store_logprobs(batch)
         rows.store_details(batch)
         started = rows.start(now, batch.cached_tokens)
-        ended = self._ends(rows, batch) if batch.num_finished else {}
+        ended = self._ends(rows, batch)
         counts = batch.completion_tokens
         counted = counts is not None and rows.count(batch)
         gaps = [] if counted or counts is None else self._find_gaps(rows, counts, ended)
         self._commit(rows, batch, started, ended, now)
         for position in gaps:
-            rows.take_back(position, len(batch.token_ids[position]))
+            rows.take_back(position, batch.tokens_in(position))
         return self._deliver(rows, batch, ended, now)
 
     def _apply_step(self, rows: Rows, batch: EngineBatch, now: float) -> Applied:
         """The rest of ``apply`` for a batch whose tokens the rows keep together."""
-        if batch.num_finished or rows.unstarted:
+        if batch.finished or rows.unstarted:
             started = rows.start(now, batch.cached_tokens)
-            if batch.num_finished:
-                rows.deal_to(compress(count(), batch.finish_reasons))
-            ended = self._ends(rows, batch) if batch.num_finished else {}
+            rows.deal_to(batch.finished)
+            ended = self._ends(rows, batch)
             self._commit(rows, batch, started, ended, now)
             return self._deliver(rows, batch, ended, now)
         self.routing.advance(rows.source, batch.load, len(rows.arrays))
@@ -338,7 +336,7 @@ class Flights:
         """Row number to how that row's request ended."""
         ends: dict[int, End] = {}
         reasons = batch.finish_reasons
-        for position in compress(count(), reasons):
+        for position in batch.finished:
             row = rows.requests[position]
             ends[position] = ending(row, reasons[position])
             if batch.cached_tokens is not None:
@@ -369,7 +367,7 @@ class Flights:
         if len(rows.sources) == 1:
             generated = batch.num_tokens
             if generated is None:
-                generated = sum(map(len, batch.token_ids))
+                generated = sum(map(len, batch.rows_of_tokens()))
             self._commit_to(source, load, started, generated, finished)
         else:  # a broken sender: every engine's figures stay its own
             for index in rows.sources:
@@ -378,7 +376,7 @@ class Flights:
                     index,
                     load if index == source else None,
                     [row for row in started if row.engine_index == index],
-                    sum(len(batch.token_ids[i]) for i in mine),
+                    sum(map(batch.tokens_in, mine)),
                     [row for row in finished if row.engine_index == index],
                 )
         self.engines[source].last_output = now

@@ -27,12 +27,13 @@ from tszmq.wire.base import RUNNING, EngineBatch
 
 __all__ = ["Applied", "Rows", "most_likely", "only_rows"]
 
+_append = array.append
 _extend = array.fromlist
 _engine_of = attrgetter("engine_index")
 _T = TypeVar("_T")
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Applied:
     """What is to be done about a batch once the lock is released.
 
@@ -142,28 +143,35 @@ class Rows:
         if not 0 < count < len(ids) or ids[:count] != self.ids or not self._are_distinct():
             return False
         new = ids[count:]
-        joined = [known[wire_id] for wire_id in new if wire_id in known]
-        if len(joined) != len(new) or len(set(new)) != len(new):
+        joined = list(filter(None, map(known.get, new)))
+        if len(joined) != len(new) or not self._distinct.isdisjoint(new):
             return False
-        if not self._distinct.isdisjoint(new) or set(map(_engine_of, joined)) != self.sources:
+        if set(map(_engine_of, joined)) != self.sources:
+            return False
+        self._distinct.update(new)
+        if len(self._distinct) != len(ids):  # one of them twice
+            self._distinct.difference_update(new)
             return False
         arrays = [request.tokens for request in joined]
-        scored = sum(request.logprobs is not None for request in joined)
+        read = any(request.streaming or request.logprobs is not None for request in joined)
         # What is kept has logprobs for every row or for none.
-        alike = scored == (len(joined) if self._scored else 0)
-        if not (alike and self._steps.has_room(len(arrays))):
+        if (read or self._scored) and not self._are_alike(joined):
+            self.spill()
+        if not self._steps.has_room(len(arrays)):
             self.spill()
         self._steps.join(arrays)
         self.ids = ids
-        self._distinct.update(new)
         self.requests += joined
         self.arrays += arrays
-        self.unstarted += [i for i, each in enumerate(joined, count) if each.first is None]
-        for request in joined:
-            if request.streaming or request.logprobs is not None:
-                self._find_readers()
-                break
+        self.unstarted += range(count, len(ids))
+        if read:
+            self._find_readers()
         return True
+
+    def _are_alike(self, joined: list[Request]) -> bool:
+        """Whether all of them have logprobs, or none has, as the rows that are there."""
+        scored = [request.logprobs is not None for request in joined]
+        return all(scored) if self._scored else not any(scored)
 
     def drop(self, ended: Iterable[int], ids: list[str]) -> None:
         """Those rows have ended; the next batch may well have the others.
@@ -176,13 +184,14 @@ class Rows:
             self._steps.forget()
             return  # they stay forgotten
         left = list(ids)
-        for position in sorted(ended, reverse=True):
+        gone = sorted(ended, reverse=True)
+        for position in gone:
+            self._distinct.discard(left.pop(position))
+            del self.requests[position], self.arrays[position]
             if self.unstarted:
                 others = [at for at in self.unstarted if at != position]
                 self.unstarted = [at - (at > position) for at in others]
-            self._distinct.discard(left.pop(position))
-            del self.requests[position], self.arrays[position]
-            self._steps.drop(position)
+        self._steps.drop(gone)
         if self.streams or self._scored:
             self._find_readers()
         self.ids = left
@@ -208,15 +217,19 @@ class Rows:
         # Another batch, with other rows, may have brought it before. What is kept together
         # brought every row one.
         kept = bool(self._steps)
-        started = []
+        started, waiting = [], []
         for position in self.unstarted:
             request = self.requests[position]
-            if request.first is None and (kept or request.tokens):
-                request.first = now
-                if cached_tokens is not None:  # not every request has an end that tells it
-                    request.cached_tokens = cached_tokens[position]
-                started.append(request)
-        self.unstarted = [at for at in self.unstarted if self.requests[at].first is None]
+            if request.first is not None:
+                continue
+            if not (kept or request.tokens):
+                waiting.append(position)
+                continue
+            request.first = now
+            if cached_tokens is not None:  # not every request has an end that tells it
+                request.cached_tokens = cached_tokens[position]
+            started.append(request)
+        self.unstarted = waiting
         return started
 
     # -- one token each
@@ -261,13 +274,17 @@ class Rows:
 
     # -- the long way
 
-    def store(self, token_ids: list[list[int]]) -> None:
+    def store(self, batch: EngineBatch) -> None:
         """Append each row's tokens. The arrays take ints in their range and bools; that there
         are no bools, the decoder has seen.
 
         Raises:
             DecodeError: A token id is not an int in [0, 2**32); nothing was stored.
         """
+        if batch.one_each is not None:
+            any(map(_append, self.arrays, batch.one_each.tokens))
+            return
+        token_ids = batch.token_ids
         pending = iter(self.arrays)
         try:
             # One pass in C: nothing else runs between two rows.
@@ -297,9 +314,12 @@ class Rows:
 
     def store_logprobs(self, batch: EngineBatch) -> None:
         """One a token for those who asked, NaN where none came, or later ones would slip."""
+        if not self._scored:
+            return
+        logprobs = batch.rows_of_logprobs()
         for position, column in self._logprobs():
-            values = batch.logprobs[position] if batch.logprobs is not None else None
-            column.fromlist(values or [nan] * len(batch.token_ids[position]))
+            values = logprobs[position] if logprobs is not None else None
+            column.fromlist(values or [nan] * batch.tokens_in(position))
 
     def store_details(self, batch: EngineBatch) -> None:
         """What few rows carry beyond the columns."""
@@ -330,14 +350,14 @@ def only_rows(batch: EngineBatch, keep: list[int]) -> EngineBatch:
     return attrs.evolve(
         batch,
         request_ids=pick(batch.request_ids),
-        token_ids=pick(batch.token_ids),
+        token_ids=pick(batch.rows_of_tokens()),
         finish_reasons=reasons,
-        num_finished=len(reasons) - reasons.count(RUNNING),
+        finished=[at for at, reason in enumerate(reasons) if reason != RUNNING],
         num_tokens=None,
         completion_tokens=pick_optional(batch.completion_tokens),
         prompt_tokens=pick_optional(batch.prompt_tokens),
         cached_tokens=pick_optional(batch.cached_tokens),
-        logprobs=pick_optional(batch.logprobs),
+        logprobs=pick_optional(batch.rows_of_logprobs()),
         one_each=None,
         details=details and {at: details[i] for at, i in enumerate(keep) if i in details},
     )

@@ -155,15 +155,22 @@ class Steps:
             self._counts += array("I", map(len, joined)).tobytes()
             self._number = None
 
-    def drop(self, position: int) -> None:
-        """A row has ended, and has been dealt out what it has; those after it move up."""
+    def drop(self, ended: Sequence[int]) -> None:
+        """Rows have ended, and have been dealt out what they have; those after them move up.
+
+        Args:
+            ended: Their positions, the last first.
+        """
         if self._tokens:
-            insort(self._holes, self._firsts.pop(position) % self._stride)
+            for position in ended:
+                insort(self._holes, self._firsts.pop(position) % self._stride)
             if len(self._holes) * _ROWS_A_SPARE > self._stride:
                 self._capacity = 0  # every step has to be filled up: start anew
         if self._counts is not None:
-            at = position * self._tokens.itemsize
-            self._counts = self._counts[:at] + self._counts[at + self._tokens.itemsize :]
+            counts, size = bytearray(self._counts), self._tokens.itemsize
+            for position in ended:
+                del counts[position * size : (position + 1) * size]
+            self._counts = bytes(counts)
             self._number = None
 
     # -- dealing out

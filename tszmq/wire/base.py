@@ -99,16 +99,16 @@ class EngineBatch:
     Attributes:
         engine_index: The engine the message names, or None where its sender names none.
         request_ids: Wire ids, one a row.
-        token_ids: New token ids, one list a row.
+        token_ids: New token ids, one list a row; empty where ``one_each`` has them.
         finish_reasons: ``RUNNING`` or why the request ended, one a row.
-        num_finished: How many rows end their request.
+        finished: The rows that end their request, in order.
         num_tokens: New tokens of all rows together; None where a decoder has not counted them.
         completion_tokens: Tokens generated so far, one a row; None where the wire has none.
         prompt_tokens, cached_tokens: One a row, or None where the wire has none.
         logprobs: A list of floats a row (empty or as long as its ``token_ids``), or None when
-            no row has any.
-        one_each: Where every row has one new token, the same again in a form that can be stored
-            at once. None where not so, or where a decoder does not bother.
+            no row has any, or ``one_each`` has them.
+        one_each: Where every row has one new token, they and their logprobs in a form that can
+            be stored at once. None where not so, or where a decoder does not bother.
         load: The engine's load, or None when the message carries none.
         details: Row number to what else that row carries.
         signals: Protocol events that are not rows: ``WaveComplete``, ``StartWave``,
@@ -119,7 +119,7 @@ class EngineBatch:
     request_ids: list[str]
     token_ids: list[list[int]]
     finish_reasons: list[str]
-    num_finished: int = 0
+    finished: Sequence[int] = ()
     num_tokens: int | None = None
     completion_tokens: list[int] | None = None
     prompt_tokens: list[int] | None = None
@@ -129,6 +129,22 @@ class EngineBatch:
     load: EngineLoad | None = None
     details: Mapping[int, RowDetail] | None = None
     signals: Sequence[WaveComplete | StartWave | UtilityResult] = ()
+
+    def tokens_in(self, row: int) -> int:
+        """How many new tokens a row has."""
+        return 1 if self.one_each is not None else len(self.token_ids[row])
+
+    def rows_of_tokens(self) -> list[list[int]]:
+        """``token_ids``, wherever they are."""
+        if self.one_each is None:
+            return self.token_ids
+        return [[token] for token in self.one_each.tokens]
+
+    def rows_of_logprobs(self) -> list[list[float]] | None:
+        """``logprobs``, wherever they are."""
+        if self.one_each is None or self.one_each.logprobs is None:
+            return self.logprobs
+        return [[value] for value in self.one_each.logprobs]
 
 
 @attrs.frozen

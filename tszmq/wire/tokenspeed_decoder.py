@@ -12,20 +12,20 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import chain, compress, count
 from operator import countOf
-from typing import Any
+from typing import Any, NamedTuple
 
 from tszmq.codec import HOLE, PLACEHOLDER, unpack_pieces
 from tszmq.errors import DecodeError
 from tszmq.types import EngineLoad
 from tszmq.wire.base import RUNNING, EngineBatch, OneEach
+from tszmq.wire.columns import FLOAT_ROW, single_floats, single_ints
 from tszmq.wire.tokenspeed_known import (
+    CUT_ZEROS,
     HEADER,
     LARGE,
-    MAX_TAIL,
     KnownRows,
-    Repeated,
     Shape,
-    Streak,
+    Span,
     hides_a_bool,
 )
 from tszmq.wire.tokenspeed_output import MAX_ENGINE_INDEX, TAG, engine_load, read_batch
@@ -34,38 +34,49 @@ __all__ = ["TokenSpeedDecoder"]
 
 _HEAD = b"\x9e\xb3" + TAG.encode()  # an array of 14, the tag
 _LARGE_HEADER = b"\xdc"  # of an array of 16 items or more; two bytes for their number follow
+_LARGE_HEAD = _HEAD + _LARGE_HEADER
 _ELEMENTS = 14
-_NINE = b"\x99"  # an array of nine
 _IDS = len(_HEAD) + HEADER  # where the first id is, in a large batch
 _KEY = 29  # bytes of the first id, if it is ours: they tell engines apart
 _KEY_END = _IDS + _KEY
-_TWO_HOLES = HOLE * 2
-_THREE_HOLES = HOLE * 3
+_HOLES = [HOLE * columns for columns in range(4)]
+_PLACEHOLDERS = [[PLACEHOLDER] * columns for columns in range(7)]
 _MOST_KNOWN = 64  # engines are remembered
-_TOKEN_PROBE = 60  # bytes of the tokens that they are looked for by
 _COLUMNS = 7  # after the ids
-_STREAK = 3  # batches with the same rows after which the next is expected to repeat the last
-_LONG_TIME = 1000  # batches until that is tried again when it did not hold
+_ALL_AGAIN = 3  # of them: tokens, and what follows them and is the same again
 # What the steps below raise on a message that is not the usual one.
 _UNUSUAL = (DecodeError, TypeError, ValueError, OverflowError, AttributeError)
+
+
+class _Single(NamedTuple):
+    """What has been read, without decoding it, of a batch of one token a row.
+
+    Attributes:
+        tokens: One a row.
+        logprobs: One a row, or None when no row has any.
+        read: The columns after the ids that need not be decoded any more.
+        cut: Those before the tail.
+    """
+
+    tokens: array[int]
+    logprobs: array[float] | None
+    read: Span
+    cut: Span
 
 
 class TokenSpeedDecoder:
     """Reads output messages; for one thread.
 
     Remembers the rows of large batches: an engine's batch mostly starts with the rows of its
-    one before that have not ended. The strings in its ``request_ids`` are the same objects then,
-    and when nothing changed the list is. When nothing has changed for a few batches, all columns
-    that need not be decoded again are taken from the last one.
+    one before that have not ended. Their ids are not decoded again then, and the strings in its
+    ``request_ids`` are the same objects; when nothing changed the list is.
     """
 
-    __slots__ = ("_known", "_load", "_repeated", "_shape", "_streaks", "_tail")
+    __slots__ = ("_known", "_load", "_shape", "_tail")
 
     def __init__(self) -> None:
         self._shape = Shape.of(_LARGE_HEADER + b"\0\0")  # of the last large batch
         self._known: dict[bytes, KnownRows] = {}  # by the start of their ids
-        self._streaks: dict[bytes, Streak] = {}  # by their number and the start of their ids
-        self._repeated: dict[bytes, Repeated] = {}  # by the same
         self._tail: list[int] = []  # engine index and load of the last usual batch
         self._load: EngineLoad | None = None
 
@@ -78,144 +89,132 @@ class TokenSpeedDecoder:
         if not frames:
             raise DecodeError("expected an output message, got no frames")
         data = frames[0]
+        batch = None
         try:
-            batch = self._read_usual_batch(data) if data.startswith(_HEAD) else None
+            if data.startswith(_LARGE_HEAD):
+                batch = self._read_large(data)
+            elif data.startswith(_HEAD):
+                batch = self._read_small(data)
         except _UNUSUAL:
-            batch = None
+            pass
         return read_batch(data) if batch is None else batch
 
-    def _read_usual_batch(self, data: bytes) -> EngineBatch | None:
-        """A batch of today's shape; None, or an error, for anything else."""
-        if data.startswith(_LARGE_HEADER, len(_HEAD)):
-            return self._read_large(data)
-        values, scored = _unpack_small(data)
+    def _read_small(self, data: bytes) -> EngineBatch | None:
+        """A batch of today's shape and fewer than 16 rows; None, or an error, for others."""
+        values: list[Any] = unpack_pieces((data,))
+        # Not compared with one another: two hostile ones may be nested too deeply for that.
+        empty: list[Any] = [[]] * len(values[1])
+        scored = not (values[7] == empty and values[8] == empty)
         start = len(_HEAD) + len("".join(values[1]))
-        return self._checked(values, scored, data[start:], b"", None)
+        return self._read_rows(values, scored, data[start:], b"", None)
 
     def _read_large(self, data: bytes) -> EngineBatch | None:
-        """One of 16 rows or more."""
-        key = data[len(_HEAD) : _KEY_END]
-        repeated = self._repeated.get(key)
-        if repeated is not None:
-            batch = self._read_repeated(data, repeated)
-            if batch is not None:
-                return batch
-            del self._repeated[key]
+        """The same of 16 rows or more."""
         shape = self._shape
         if not data.startswith(shape.header, len(_HEAD)):
-            if len(key) < HEADER or int.from_bytes(key[1:HEADER], "big") > len(data):
+            header = data[len(_HEAD) : _IDS]
+            if len(header) < HEADER or int.from_bytes(header[1:], "big") > len(data):
                 return None  # nothing is made for rows that are not there
-            self._shape = shape = Shape.of(key[:HEADER])
-        values, scored, known = _unpack_large(data, shape, self._known.get(key[HEADER:]))
-        start = _IDS + len("".join(values[1]) if known is None else known.ids)
-        batch = self._checked(values, scored, data[start:], key[1:HEADER], shape.zeros)
+            self._shape = shape = Shape.of(header)
+        known = self._known.get(data[_IDS:_KEY_END])
+        if known and not (data.startswith(known.ids, _IDS) and len(known.rids) <= shape.rows):
+            known = None
+        cut = shape.cut(data)
+        single = known and _find_single(data, shape, known, cut)
+        if known and single:
+            batch = self._read_single(data, shape, known, single)
+        else:
+            values = _unpack_large(data, shape, known, None, cut)
+            start = _IDS + len(known.ids if known else "".join(values[1]))
+            headers = shape.header[1:] * _COLUMNS
+            batch = self._read_rows(values, not cut[2], data[start:], headers, shape.zeros)
         if batch is not None:
             self._remember(known, batch)
-            if not scored and not batch.num_finished:
-                self._learn(key, batch)
         return batch
 
-    def _checked(
+    def _read_single(
+        self, data: bytes, shape: Shape, known: KnownRows, single: _Single
+    ) -> EngineBatch | None:
+        """One that starts with known rows, and has one token in each, with a logprob or not."""
+        tokens, logprobs, read, cut = single
+        values = _unpack_large(data, shape, known, read, cut)
+        if read[2] == _ALL_AGAIN:
+            values[3:5] = known.reasons, known.prompt
+        counts, others = _numbers(values, shape.zeros, known.prompt)
+        numbers = data[read[1] : cut[0]] + data[cut[1] :]
+        headers = shape.header[1:] * (_COLUMNS - read[2] - cut[2])
+        if hides_a_bool(numbers, headers, counts, others):
+            return None
+        return self._batch(values, OneEach(tokens, counts.tobytes(), logprobs), shape.rows)
+
+    def _read_rows(
         self,
         values: list[Any],
         scored: bool,
         rest: bytes,
-        header: bytes,
+        headers: bytes,
         zeros: list[int] | None,
     ) -> EngineBatch | None:
-        """The batch that the values are; None, or an error, when they are none.
+        """Any other usual batch.
 
         Args:
             values: Its elements; that the ids are strings has been seen.
             scored: Whether any row has logprobs.
-            rest: Its bytes, at the latest from the end of the ids on.
-            header: Each column's number of rows there, where that takes bytes.
+            rest: Its bytes from the end of the ids on.
+            headers: The numbers of rows there, where they take bytes.
             zeros: Cached tokens that need no checking.
         """
-        _, rids, tokens, reasons, prompt, completion, cached, logprobs, logprob_ids, *tail = values
-        if not type(rids) is type(tokens) is type(reasons) is list:
-            return None
-        rows = len(rids)
-        num_finished = rows - reasons.count(RUNNING)
-        if num_finished:
-            "".join(reasons)  # proves str
-        if not len(tokens) == len(reasons) == len(prompt) == len(completion) == len(cached) == rows:
+        tokens, logprobs, logprob_ids = values[2], values[7], values[8]
+        if type(tokens) is not list or len(tokens) != len(values[1]):
             return None
         # Ints in [0, 2**32), or bools: fromlist takes no other items, in no other row than a list.
-        new, counts, others = array("I"), array("I"), array("I")
+        new = array("I")
         any(map(new.fromlist, tokens))
-        counts.fromlist(completion)
-        others.fromlist(tail)
-        others.fromlist(prompt)
-        if cached is not zeros:
-            others.fromlist(cached)
+        counts, others = _numbers(values, zeros, None)
         floats = None
         if scored:
             floats = _floats(logprobs, logprob_ids, tokens)
-            ids = () if logprob_ids is tokens else chain.from_iterable(logprob_ids)
-            _require_ints(chain(ids, *tokens, prompt, completion, cached, tail))
-        elif hides_a_bool(rest, header * _COLUMNS, new, counts, others):
+            _require_ints(chain(*tokens, *logprob_ids, *values[4:7], values[9:]))
+        elif hides_a_bool(rest, headers, new, counts, others):
             return None
-        if tail[0] > MAX_ENGINE_INDEX:
+        if len(new) == len(tokens) > 0 and all(tokens):
+            return self._batch(values, OneEach(new, counts.tobytes(), floats), len(new))
+        batch = self._batch(values, None, len(new))
+        if batch is not None:
+            batch.token_ids = tokens
+            batch.logprobs = logprobs if floats else None  # where rows have tokens
+        return batch
+
+    def _batch(
+        self, values: list[Any], one_each: OneEach | None, num_tokens: int
+    ) -> EngineBatch | None:
+        """The batch that the values are, but for the tokens and numbers, which have been seen."""
+        _, rids, _, reasons, prompt, completion, cached, _, _, *tail = values
+        rows = len(rids)
+        if not type(rids) is type(reasons) is list or tail[0] > MAX_ENGINE_INDEX:
             return None
-        step = None
-        if len(new) == rows and rows and all(tokens):
-            step = OneEach(new, counts.tobytes(), floats)
+        if not len(reasons) == len(prompt) == len(completion) == len(cached) == rows:
+            return None
+        finished: Sequence[int] = ()
+        if reasons.count(RUNNING) != rows:
+            "".join(reasons)  # proves str
+            finished = list(compress(count(), reasons))
+        if tail != self._tail:
+            self._tail, self._load = tail, engine_load(*tail[1:])
         return EngineBatch(
             tail[0],
             rids,
-            tokens,
+            [],
             reasons,
-            num_finished,
-            len(new),
+            finished,
+            num_tokens,
             completion,
             prompt,
             cached,
-            logprobs if floats else None,  # where rows have tokens
-            step,
-            self._load_of(tail),
-        )
-
-    def _read_repeated(self, data: bytes, repeated: Repeated) -> EngineBatch | None:
-        """A batch that differs from the one before in its tokens, counts and tail alone."""
-        parts = repeated.split(data)
-        if parts is None:
-            return None
-        column, counted, last = parts
-        values = unpack_pieces((_NINE, column, HOLE, counted, HOLE, last))
-        tokens, hole, completion, other, *tail = values
-        # Each by itself: two hostile values may be nested too deeply to be compared.
-        if hole != PLACEHOLDER or other != PLACEHOLDER:
-            return None
-        rows = len(repeated.rids)
-        new, counts, load = array("I"), array("I"), array("I")
-        any(map(new.fromlist, tokens))
-        counts.fromlist(completion)
-        load.fromlist(tail)
-        if not len(tokens) == len(counts) == rows or tail[0] > MAX_ENGINE_INDEX:
-            return None
-        if hides_a_bool(column + counted + last, repeated.headers, new, counts, load):
-            return None
-        single = len(new) == rows and all(tokens)
-        return EngineBatch(
-            tail[0],
-            repeated.rids,
-            tokens,
-            repeated.reasons,
-            0,
-            len(new),
-            completion,
-            repeated.prompt,
-            repeated.cached,
             None,
-            OneEach(new, counts.tobytes(), None) if single else None,
-            self._load_of(tail),
+            one_each,
+            self._load,
         )
-
-    def _load_of(self, tail: list[int]) -> EngineLoad | None:
-        if tail != self._tail:
-            self._tail, self._load = tail, engine_load(*tail[1:])
-        return self._load
 
     def _remember(self, known: KnownRows | None, batch: EngineBatch) -> None:
         """The rows that the next batch is likely to start with: those of this one that go on."""
@@ -223,81 +222,101 @@ class TokenSpeedDecoder:
         if known is None:
             if len(rids) < LARGE:
                 return  # a header that is longer than it has to be
-            _make_room(self._known)
+            if len(self._known) >= _MOST_KNOWN:
+                del self._known[next(iter(self._known))]  # what was noted first goes first
             known = KnownRows.of(rids)
             self._known[known.ids[:_KEY]] = known
         elif rids is not known.rids:
             known.join(rids, rids[len(known.rids) :])
-        if batch.num_finished:
+        elif batch.prompt_tokens is not known.prompt and not batch.finished:
+            known.come_again(batch.finish_reasons, batch.prompt_tokens or [])
+        if batch.finished:
             self._known.pop(known.ids[:_KEY], None)
-            if known.drop(list(compress(count(), batch.finish_reasons))):
+            if known.drop(batch.finished):
                 self._known[known.ids[:_KEY]] = known
 
-    def _learn(self, key: bytes, batch: EngineBatch) -> None:
-        """Whether to expect the next batch to repeat this one."""
-        streak = self._streaks.get(key)
-        if streak is None or streak.rids != batch.request_ids:
-            _make_room(self._streaks)
-            self._streaks[key] = Streak(batch.request_ids)
-            return
-        streak.count += 1
-        if streak.count == _STREAK:
-            _make_room(self._repeated)
-            self._repeated[key] = Repeated.of(_HEAD, batch)
-        elif streak.count > _STREAK:
-            streak.count = -_LONG_TIME
 
-
-def _make_room(remembered: dict[bytes, Any]) -> None:
-    """For one more; what was noted first goes first."""
-    if len(remembered) >= _MOST_KNOWN:
-        del remembered[next(iter(remembered))]
-
-
-def _unpack_small(data: bytes) -> tuple[list[Any], bool]:
-    """The values of a batch of fewer than 16 rows, and whether any row has logprobs."""
-    values: list[Any] = unpack_pieces((data,))
-    # Not compared with one another: two hostile ones may be nested too deeply for that.
-    empty: list[Any] = [[]] * len(values[1])
-    return values, not (values[7] == empty and values[8] == empty)
-
-
-def _unpack_large(
-    data: bytes, shape: Shape, known: KnownRows | None
-) -> tuple[list[Any], bool, KnownRows | None]:
-    """The values of a batch of 16 rows or more, whether any row has logprobs, and the rows
-    whose ids its own start with.
-
-    Empty logprob columns are cut out before decoding: they hold two lists a row, more than
-    all the rest, and enough of them start a garbage collection in every message. The column
-    before them, cached tokens, is where no row has any. Known ids are cut out as well, and so
-    are the ids of logprobs where they are the tokens again.
+def _find_single(data: bytes, shape: Shape, known: KnownRows, cut: Span) -> _Single | None:
+    """A batch that starts with known rows, if it has one token in each row, and a logprob for
+    each or for none. That all stands where it has to is seen when the rest is decoded.
 
     Args:
         data: The message.
         shape: Of its columns.
-        known: Rows with the same first id, if any.
+        known: The rows.
+        cut: The columns before its tail that hold nothing.
     """
-    end, last, zeros = len(data), b"", False
-    cut = shape.find(data, shape.zeros_and_empty)
-    if cut >= 0:
-        end, last, zeros = cut, _THREE_HOLES + data[cut + len(shape.zeros_and_empty) :], True
+    rows, header = shape.rows, shape.header
+    start = _IDS + len(known.ids) + (rows - len(known.rids)) * known.size
+    end = data.find(header, start + HEADER + 2 * rows)
+    if end < 0 or not data.startswith(header, start):
+        return None
+    column = data[start:end]
+    tokens = single_ints(column[HEADER:], rows)
+    if tokens is None:
+        return None
+    logprobs = None
+    if not cut[2]:
+        ids = shape.find(data, column)  # they have the tokens beside them again
+        first = ids - rows * FLOAT_ROW - HEADER
+        if first < end or not data.startswith(header, first):
+            return None
+        logprobs = single_floats(data[first + HEADER : ids], rows)
+        if logprobs is None:
+            return None
+        cut = first, ids + len(column), 2
+    read = start, end, 1
+    if known.again and data.startswith(known.again, end):
+        read = start, end + len(known.again), _ALL_AGAIN
+    return _Single(tokens, logprobs, read, cut)
+
+
+def _unpack_large(
+    data: bytes, shape: Shape, known: KnownRows | None, read: Span | None, cut: Span
+) -> list[Any]:
+    """The values of a batch of 16 rows or more.
+
+    Columns that hold nothing are cut out before decoding: empty logprobs are two lists a row,
+    more than all the rest, and enough of them start a garbage collection in every message. Ids
+    that are known are not decoded again.
+
+    Args:
+        data: The message.
+        shape: Of its columns.
+        known: The rows that it starts with, if any.
+        read: The columns after the ids that need not be decoded, if any.
+        cut: Those before the tail.
+
+    Raises:
+        DecodeError: It is not one whole message, or something left out is not where it should be.
+    """
+    stop, tail, holes = cut
+    joined = again = 0
+    if known is None:
+        values: list[Any] = unpack_pieces((data[:stop], _HOLES[holes], data[tail:]))
     else:
-        cut = shape.find(data, shape.empty)
-        if cut >= 0:
-            end, last = cut, _TWO_HOLES + data[cut + len(shape.empty) :]
-    if known and data.startswith(known.ids, _IDS) and len(known.rids) <= shape.rows:
-        values = _unpack_known(data, known, shape.rows - len(known.rids), end, last)
-    else:
-        known = None
-        values = unpack_pieces((data[:end], last))
-    if last and (values[7] != PLACEHOLDER or values[8] != PLACEHOLDER):
-        raise DecodeError("the bytes that were cut out were something else")
-    if zeros:
-        if values[6] != PLACEHOLDER:
-            raise DecodeError("the bytes that were cut out were something else")
+        joined = shape.rows - len(known.rids)
+        ids = _IDS + len(known.ids)
+        start, end, again = read or (ids, ids, 0)
+        values = unpack_pieces(
+            (
+                _head(_ELEMENTS + joined) if joined else _HEAD,
+                HOLE,
+                data[ids:start],
+                _HOLES[again],
+                data[end:stop],
+                _HOLES[holes],
+                data[tail:],
+            )
+        )
+        new = values[2 : 2 + joined]
+        "".join(new)  # proves str
+        values[1 : 2 + joined] = [known.rids + new if joined else known.rids]
+    if values[2 : 2 + again] + values[9 - holes : 9] != _PLACEHOLDERS[again + holes]:
+        raise DecodeError("what was left out is something else")
+    if holes == CUT_ZEROS:
         values[6] = shape.zeros
-    return values, not last, known
+    return values
 
 
 @lru_cache(64)
@@ -306,56 +325,27 @@ def _head(elements: int) -> bytes:
     return b"\xdc" + elements.to_bytes(2, "big") + _HEAD[1:]
 
 
-def _unpack_known(data: bytes, known: KnownRows, new: int, end: int, last: bytes) -> list[Any]:
-    """The values of a batch that starts with known rows.
+def _numbers(
+    values: list[Any], zeros: list[int] | None, known: list[int] | None
+) -> tuple[array[int], array[int]]:
+    """The counts of a batch's rows, and its other numbers but tokens.
 
     Args:
-        data: The message.
-        known: The rows.
-        new: How many rows it has after them.
-        end: Where ``last`` takes over.
-        last: What else is to be decoded; empty when the batch may have logprobs.
+        values: Its elements.
+        zeros, known: Cached tokens and prompt tokens that need no checking.
+
+    Raises:
+        TypeError, OverflowError: One of them is no int in [0, 2**32), nor a bool.
     """
-    start = _IDS + len(known.ids)
-    if new:
-        values: list[Any] = unpack_pieces((_head(_ELEMENTS + new), HOLE, data[start:end], last))
-        joined = values[2 : 2 + new]
-        "".join(joined)  # proves str
-        values[1 : 2 + new] = [known.rids + joined]
-        return values
-    twin = None if last else _twin(data, start)
-    if twin is None:
-        values = unpack_pieces((_HEAD, HOLE, data[start:end], last))
-    else:
-        at, size = twin
-        stop = start + size
-        # One hole more, after the tokens: it shows that they are one column.
-        pieces = (data[start:stop], HOLE, data[stop:at], HOLE, data[at + size :])
-        values = unpack_pieces((_head(_ELEMENTS + 1), HOLE, *pieces))
-        if values.pop(3) != PLACEHOLDER or values[8] != PLACEHOLDER:
-            raise DecodeError("the bytes that were cut out were something else")
-        values[8] = values[2]
-    values[1] = known.rids
-    return values
-
-
-def _twin(data: bytes, start: int) -> tuple[int, int] | None:
-    """Where the column at ``start`` stands again, before the tail, and its size.
-
-    The ids of logprobs are those of the tokens. That the bytes are the same is compared here;
-    that they are one column each has to be seen from where the decoder finds what is around.
-    """
-    at = data.rfind(data[start : start + _TOKEN_PROBE])
-    short, long = max(0, len(data) - at - MAX_TAIL), len(data) - at
-    while short < long:  # the longest common start: an array follows the one, an int the other
-        middle = (short + long + 1) // 2
-        if data.startswith(data[at : at + middle], start):
-            short = middle
-        else:
-            long = middle - 1
-    if at < start + short or not data.startswith(data[at : at + short], start):
-        return None
-    return at, short
+    prompt, completion, cached = values[4:7]
+    counts, others = array("I"), array("I")
+    counts.fromlist(completion)
+    others.fromlist(values[9:])
+    if prompt is not known:
+        others.fromlist(prompt)
+    if cached is not zeros:
+        others.fromlist(cached)
+    return counts, others
 
 
 def _floats(logprobs: Any, logprob_ids: Any, tokens: list[list[int]]) -> array[float]:
@@ -365,9 +355,7 @@ def _floats(logprobs: Any, logprob_ids: Any, tokens: list[list[int]]) -> array[f
         ValueError: Not every row has as many as tokens, or the ids beside them are others.
     """
     floats = array("d")
-    if not type(logprobs) is type(logprob_ids) is list or (
-        logprob_ids is not tokens and logprob_ids != tokens
-    ):
+    if not type(logprobs) is type(logprob_ids) is list or logprob_ids != tokens:
         raise ValueError("logprobs are not for these tokens")
     any(map(floats.fromlist, logprobs))
     if list(map(len, logprobs)) != list(map(len, tokens)) or countOf(

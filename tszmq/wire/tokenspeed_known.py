@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 import attrs
 
 from tszmq.codec import pack
-from tszmq.wire.base import EngineBatch
 
 __all__ = [
+    "CUT_ZEROS",
     "HEADER",
     "LARGE",
     "MAX_TAIL",
     "KnownRows",
-    "Repeated",
     "Shape",
-    "Streak",
+    "Span",
     "hides_a_bool",
 ]
 
@@ -24,10 +24,14 @@ LARGE = 16
 """Rows from which on a column's header has more than one byte."""
 HEADER = 3
 """How many it has then."""
+CUT_ZEROS = 3
+"""Columns that are cut when nothing was cached: cached tokens, and the two of logprobs."""
 MAX_TAIL = 5 * 9
 """Bytes after the columns: five integers at their widest."""
+Span = tuple[int, int, int]
+"""Columns that are neighbours in a message: where they start, where they end, how many."""
+_STREAK = 3  # batches with the same rows after which the next is expected to have them, too
 _BOOLS = b"\xc2\xc3"
-_PROBE = 60  # bytes of what is repeated that it is looked for by
 
 
 @attrs.define(eq=False, slots=True)
@@ -57,95 +61,25 @@ class Shape:
         empty = (header + b"\x90" * rows) * 2
         return cls(header, rows, empty, header + bytes(rows) + empty, [0] * rows)
 
+    def cut(self, data: bytes) -> Span:
+        """The last columns before a message's tail, as far as they hold nothing."""
+        start = self.find(data, self.zeros_and_empty)
+        if start >= 0:
+            return start, start + len(self.zeros_and_empty), CUT_ZEROS
+        start = self.find(data, self.empty)
+        if start >= 0:
+            return start, start + len(self.empty), CUT_ZEROS - 1
+        return len(data), len(data), 0
+
     def find(self, data: bytes, ending: bytes) -> int:
-        """Where the columns end with this; -1 when they do not."""
-        at = find_ending(data, ending, self.tail)
-        if at >= 0:
-            self.tail = len(data) - at - len(ending)
+        """Where the columns end with this, with at most ``MAX_TAIL`` bytes behind; -1 when they
+        do not."""
+        at = len(data) - self.tail - len(ending)
+        if at <= 0 or not data.startswith(ending, at):
+            at = data.find(ending, max(0, len(data) - len(ending) - MAX_TAIL))
+            if at >= 0:
+                self.tail = len(data) - at - len(ending)
         return at
-
-
-def find_ending(data: bytes, ending: bytes, tail: int) -> int:
-    """Where this stands, with at most ``MAX_TAIL`` bytes behind; -1 when it does not.
-
-    Args:
-        data: A message.
-        ending: What its columns may end with.
-        tail: How many bytes are likely to follow.
-    """
-    at = len(data) - tail - len(ending)
-    if at > 0 and data.startswith(ending, at):
-        return at
-    return data.find(ending, max(0, len(data) - len(ending) - MAX_TAIL))
-
-
-@attrs.define(eq=False, slots=True)
-class Streak:
-    """How many batches in a row had just these rows; negative when they were no repetitions."""
-
-    rids: list[str]
-    count: int = 0
-
-
-@attrs.define(eq=False, slots=True)
-class Repeated:
-    """What the next batch will repeat of this one, checked: as values and as on the wire.
-
-    Attributes:
-        start: All up to the end of the ids.
-        middle: Reasons and prompt tokens, which are neighbours.
-        probe: The first bytes of that.
-        rest: Cached tokens and the empty logprob columns.
-        headers: Those of the other columns, their first bytes excepted.
-        tail: Bytes after ``rest``, in the last message.
-    """
-
-    rids: list[str]
-    reasons: list[str]
-    prompt: list[int]
-    cached: list[int]
-    start: bytes
-    middle: bytes
-    probe: bytes
-    rest: bytes
-    headers: bytes
-    tail: int = 0
-
-    @classmethod
-    def of(cls, head: bytes, batch: EngineBatch) -> Repeated:
-        """Of a large batch without logprobs.
-
-        Args:
-            head: What precedes the ids.
-            batch: What they and the rest are.
-        """
-        rids, reasons = batch.request_ids, batch.finish_reasons
-        prompt, cached = batch.prompt_tokens or [], batch.cached_tokens or []
-        middle = pack(reasons) + pack(prompt)
-        empty = pack([[]] * len(rids))
-        rest = pack(cached) + empty * 2
-        start = head + pack(rids)
-        headers = empty[1:HEADER] * 2
-        return cls(rids, reasons, prompt, cached, start, middle, middle[:_PROBE], rest, headers)
-
-    def split(self, data: bytes) -> tuple[bytes, bytes, bytes] | None:
-        """What a message has between and after what is repeated; None when it repeats too little.
-
-        Returns:
-            Its tokens, counts and tail, each of which is yet to be seen to be just that.
-        """
-        first = data.find(self.probe, len(self.start))
-        after = first + len(self.middle)
-        end = find_ending(data, self.rest, self.tail)
-        last = end + len(self.rest)
-        if not (
-            0 < first <= after <= end
-            and data.startswith(self.start)
-            and data.startswith(self.middle, first)
-        ):
-            return None
-        self.tail = len(data) - last
-        return data[len(self.start) : first], data[after:end], data[last:]
 
 
 def hides_a_bool(data: bytes, headers: bytes, *numbers: array[int]) -> bool:
@@ -176,11 +110,17 @@ class KnownRows:
         rids: Their ids, as values.
         ids: As they are on the wire.
         size: Bytes of each there; 0 when they differ.
+        reasons, prompt: Their finish reasons and prompt tokens, once these are expected again.
+        again: The same on the wire, where they are neighbours; empty until then.
     """
 
     rids: list[str]
     ids: bytes
     size: int
+    reasons: list[str] | None = None
+    prompt: list[int] | None = None
+    again: bytes = b""
+    _times: int = 0
 
     @classmethod
     def of(cls, rids: list[str]) -> KnownRows:
@@ -189,16 +129,29 @@ class KnownRows:
         same = set(map(len, rids)) == {len(rids[0])} and "".join(rids).isascii()
         return cls(rids, ids, len(pack(rids[0])) if same else 0)
 
+    def come_again(self, reasons: list[str], prompt: list[int]) -> None:
+        """A batch had just these rows, with this beside them, which may come again, too."""
+        self._times += 1
+        if self._times >= _STREAK:
+            self._forget()
+            self.reasons, self.prompt = reasons, prompt
+            self.again = pack(reasons) + pack(prompt)
+
+    def _forget(self) -> None:
+        self._times, self.again, self.prompt = 0, b"", None
+
     def join(self, rids: list[str], joined: list[str]) -> None:
         """The rows are these, the last of which have joined."""
+        self._forget()
         ids = list(map(pack, joined))
         if set(map(len, ids)) != {self.size}:
             self.size = 0
         self.ids += b"".join(ids)
         self.rids = rids
 
-    def drop(self, ended: list[int]) -> bool:
+    def drop(self, ended: Sequence[int]) -> bool:
         """Leave those rows out; False when that cannot be done, or leaves no large batch."""
+        self._forget()
         size = self.size
         if not size or len(self.rids) - len(ended) < LARGE:
             return False

@@ -73,7 +73,7 @@ def read_batch(data: bytes) -> EngineBatch:
         request_ids=rids,
         token_ids=tokens,
         finish_reasons=reasons,
-        num_finished=len(reasons) - reasons.count(RUNNING),
+        finished=[row for row, reason in enumerate(reasons) if reason != RUNNING],
         num_tokens=len(new_tokens),
         completion_tokens=completion,
         prompt_tokens=prompt,

@@ -148,10 +148,13 @@ def _add_finished(batch: EngineBatch, finished: object) -> None:
         if reason
     }
     missing = [request_id for request_id in dict.fromkeys(finished) if request_id not in ended]
+    if not missing:
+        return
+    first = len(batch.request_ids)
     batch.request_ids += missing
     batch.token_ids += [[] for _ in missing]
     batch.finish_reasons += ["abort"] * len(missing)
-    batch.num_finished += len(missing)
+    batch.finished = [*batch.finished, *range(first, first + len(missing))]
     if batch.logprobs is not None:
         batch.logprobs += [[] for _ in missing]
 

@@ -48,7 +48,7 @@ def read_rare(
         details[row].prompt_logprobs = read_prompt_logprobs(value, arrays)
     for row, value in finishes:
         batch.finish_reasons[row] = _finish_reason(value)
-    batch.num_finished = len(finishes)
+    batch.finished = [row for row, _ in finishes]
     for row, value in stops:
         details[row].stop_reason = _stop_reason(value)
     for row, value in prefills:

@@ -1,0 +1,149 @@
+"""Columns read from their bytes: what decoding them gives, or nothing."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import struct
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tszmq.codec import pack, unpack
+from tszmq.errors import DecodeError
+from tszmq.wire.columns import single_floats, single_ints
+
+
+def column_of(values: list[Any]) -> bytes:
+    """On the wire, one value a row, without the header."""
+    return b"".join(b"\x91" + pack(value) for value in values)
+
+
+def decoded(column: bytes, rows: int, kind: type) -> list[Any] | None:
+    """Its values, if it is a column of one value of this type a row."""
+    try:
+        values = unpack(b"\xdd" + rows.to_bytes(4, "big") + column)
+    except DecodeError:
+        return None
+    if not all(type(row) is list and len(row) == 1 and type(row[0]) is kind for row in values):
+        return None
+    return [value for [value] in values]
+
+
+def check_ints(column: bytes, rows: int) -> bool:
+    """It is read as it is decoded, or not at all; whether it was read."""
+    read = single_ints(column, rows)
+    if read is not None:
+        assert read.tolist() == decoded(column, rows, int), column.hex()
+    return read is not None
+
+
+WIDE = st.integers(128, 2**24 - 1) | st.sampled_from(
+    [0x80, 0x91, 0xCC, 0xFF, 0x100, 0x91CC, 0x91CD, 0x91CE, 0x9191, 0xFFFF, 0x10000, 0x91CE00]
+)
+ROWS = st.lists(WIDE | st.sampled_from([0, 1, 11, 0x7F]), min_size=1, max_size=40)
+
+
+@given(ROWS)
+def test_ints_are_those_that_were_written(values: list[int]) -> None:
+    check_ints(column_of(values), len(values))
+
+
+def test_the_usual_columns_are_read() -> None:
+    """A vocabulary's ids, of which some are small; a wrong guess about one is rare."""
+    chance = random.Random(1)
+    for share in (0.0, 0.01, 0.1):
+        read = 0
+        for rows in (16, 64, 256, 1024) * 10:
+            values = [
+                chance.randrange(128) if chance.random() < share else chance.randrange(128, 151936)
+                for _ in range(rows)
+            ]
+            read += check_ints(column_of(values), rows)
+        assert read >= 36
+
+
+def test_a_column_of_small_ids_is_left_to_the_decoder() -> None:
+    assert single_ints(column_of([5] * 256), 256) is None
+    assert single_ints(column_of([300, 5] * 128), 256) is None
+
+
+@pytest.mark.parametrize(
+    "value", [2**24, 2**32 - 1, 2**32, -1, True, 1.0, "", "a", [], [1], {}, None]
+)
+@pytest.mark.parametrize("row", [0, 7, 15])
+def test_other_rows_are_not_read(value: Any, row: int) -> None:
+    values: list[Any] = list(range(500, 516))
+    values[row] = value
+    assert single_ints(column_of(values), 16) is None
+    bare = [b"\x91" + pack(each) for each in range(500, 516)]
+    for other in (pack(7), pack([]), pack([1, 2]), pack({}), b""):
+        assert single_ints(b"".join([*bare[:row], other, *bare[row + 1 :]]), 16) is None
+
+
+PIECES = [
+    *(b"\x91", b"\xcc", b"\xcd", b"\xce", b"\x00", b"\x01", b"\x7f", b"\x80", b"\xff"),
+    *(b"\x91\xcc", b"\x91\xcd", b"\x91\xce", b"\x91\xce\0", b"\0\0\0", b"\x91\x05", b"\x92\1\1"),
+]
+
+
+def test_no_short_sequence_is_read_wrongly() -> None:
+    """All of the bytes that mean something, up to the length of two rows."""
+    alphabet = [bytes([b]) for b in (0x91, 0xCC, 0xCD, 0xCE, 0x00, 0x05)]
+    read = 0
+    for length in range(8):
+        for parts in itertools.product(alphabet, repeat=length):
+            for rows in (1, 2):
+                read += check_ints(b"".join(parts), rows)
+    assert read > 100
+
+
+@settings(max_examples=2000)
+@given(st.lists(st.sampled_from(PIECES), max_size=24).map(b"".join), st.integers(1, 8))
+def test_no_sequence_is_read_wrongly(column: bytes, rows: int) -> None:
+    check_ints(column, rows)
+
+
+@settings(max_examples=1000)
+@given(
+    st.lists(WIDE, min_size=7, max_size=20).map(lambda values: (column_of(values), len(values))),
+    st.lists(
+        st.tuples(st.integers(0, 120), st.integers(0, 3), st.sampled_from([b"", *PIECES])),
+        min_size=1,
+        max_size=3,
+    ),
+)
+def test_no_mangled_column_is_read_wrongly(
+    written: tuple[bytes, int], changes: list[tuple[int, int, bytes]]
+) -> None:
+    column, rows = written
+    for at, dropped, piece in changes:
+        column = column[:at] + piece + column[at + dropped :]
+    for count in (rows - 1, rows, rows + 1):
+        check_ints(column, count)
+
+
+@given(st.lists(st.floats(), min_size=1, max_size=20))
+def test_floats_are_those_that_were_written(values: list[float]) -> None:
+    read = single_floats(column_of(values), len(values))
+    assert read is not None
+    assert list(map(repr, read)) == list(map(repr, values))
+
+
+def test_other_columns_are_not_floats() -> None:
+    values: list[Any] = [-0.25, -1e-300, float("-inf")]
+    column = column_of(values)
+    single = b"\x91\xca" + struct.pack(">f", 1.0)
+    for other in (
+        column[:-1],
+        column + b"\0",
+        column[:20] + b"\x92" + column[21:],
+        column[:21] + b"\xcf" + column[22:],
+        single + column[10:],
+        single * 5,
+        column_of([-0.25, 1, -0.5]),
+        b"",
+    ):
+        assert single_floats(other, 3) is None
