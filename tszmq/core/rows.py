@@ -13,7 +13,8 @@ the tokens of a request, or to end it, calls ``spill`` first, or ``deal_to`` for
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import nan
 from operator import attrgetter, length_hint
 from typing import TypeVar
@@ -23,6 +24,7 @@ import attrs
 from tszmq.core.request import Request, Wakeable
 from tszmq.core.steps import Steps
 from tszmq.errors import DecodeError
+from tszmq.removal import remove_rows
 from tszmq.wire.base import RUNNING, EngineBatch
 
 __all__ = ["Applied", "Rows", "most_likely", "only_rows"]
@@ -173,7 +175,7 @@ class Rows:
         scored = [request.logprobs is not None for request in joined]
         return all(scored) if self._scored else not any(scored)
 
-    def drop(self, ended: Iterable[int], ids: list[str]) -> None:
+    def drop(self, ended: Collection[int], ids: list[str]) -> None:
         """Those rows have ended; the next batch may well have the others.
 
         Args:
@@ -183,14 +185,14 @@ class Rows:
         if not self._are_distinct() or len(self.sources) != 1:
             self._steps.forget()
             return  # they stay forgotten
+        gone = sorted(ended)
+        self._distinct.difference_update([ids[position] for position in gone])
         left = list(ids)
-        gone = sorted(ended, reverse=True)
-        for position in gone:
-            self._distinct.discard(left.pop(position))
-            del self.requests[position], self.arrays[position]
-            if self.unstarted:
-                others = [at for at in self.unstarted if at != position]
-                self.unstarted = [at - (at > position) for at in others]
+        for column in (left, self.requests, self.arrays):
+            remove_rows(column, gone)
+        if self.unstarted:
+            waiting = [at for at in self.unstarted if at not in ended]
+            self.unstarted = [at - bisect_left(gone, at) for at in waiting]
         self._steps.drop(gone)
         if self.streams or self._scored:
             self._find_readers()

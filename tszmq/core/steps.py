@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import sys
 from array import array
-from bisect import insort
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
+from tszmq.removal import remove_rows, without_rows
 from tszmq.wire.base import EngineBatch, OneEach
 
 __all__ = ["Steps"]
@@ -159,18 +159,16 @@ class Steps:
         """Rows have ended, and have been dealt out what they have; those after them move up.
 
         Args:
-            ended: Their positions, the last first.
+            ended: Their positions, in order.
         """
         if self._tokens:
-            for position in ended:
-                insort(self._holes, self._firsts.pop(position) % self._stride)
+            lanes = [self._firsts[position] % self._stride for position in ended]
+            self._holes = sorted(self._holes + lanes)
+            remove_rows(self._firsts, ended)
             if len(self._holes) * _ROWS_A_SPARE > self._stride:
                 self._capacity = 0  # every step has to be filled up: start anew
         if self._counts is not None:
-            counts, size = bytearray(self._counts), self._tokens.itemsize
-            for position in ended:
-                del counts[position * size : (position + 1) * size]
-            self._counts = bytes(counts)
+            self._counts = without_rows(self._counts, self._tokens.itemsize, ended)
             self._number = None
 
     # -- dealing out

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import attrs
 
 from tszmq.codec import pack
+from tszmq.removal import remove_rows, without_rows
 
 __all__ = [
     "CUT_ZEROS",
@@ -155,8 +156,7 @@ class KnownRows:
         size = self.size
         if not size or len(self.rids) - len(ended) < LARGE:
             return False
-        rids, ids = list(self.rids), bytearray(self.ids)
-        for row in reversed(ended):
-            del rids[row], ids[row * size : (row + 1) * size]
-        self.rids, self.ids = rids, bytes(ids)
+        self.rids = list(self.rids)  # batches have the other
+        remove_rows(self.rids, ended)
+        self.ids = without_rows(self.ids, size, ended)
         return True
