@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 
 import msgspec
@@ -13,6 +14,7 @@ import tszmq
 from tests.client_fixtures import answer_one, inflight
 from tests.mock_engine import PATIENCE, Load, Row, encode_batch, eventually, in_thread, stays_true
 from tszmq import SamplingParams
+from tszmq.wire.tokenspeed_decoder import TokenSpeedDecoder
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -176,6 +178,29 @@ def test_tokens_sent_before_the_death_are_delivered(client_and_engines, endpoint
     eventually(lambda: not client.engines[0].alive)
     engines[1].tokens(rid, [6], "stop")
     assert other.result(PATIENCE).token_ids == [6]
+
+
+def test_a_slow_receiver_reads_all_that_a_dead_engine_sent(client_and_engines, monkeypatch):
+    """However long it takes: the other engine's batches are taken in between."""
+    decode = TokenSpeedDecoder.decode
+    pause = threading.Event()
+
+    def slowly(decoder, frames):
+        pause.wait(0.001)
+        return decode(decoder, frames)
+
+    client, engines = client_and_engines(2)
+    streams = [client.stream([1], LONG, data_parallel_rank=rank) for rank in (0, 1)]
+    first, second = (engine.recv_add().rid for engine in engines)
+    monkeypatch.setattr(TokenSpeedDecoder, "decode", slowly)
+    for token in range(1000):
+        engines[0].tokens(first, [token], "stop" if token == 999 else "")
+        engines[1].tokens(second, [token])
+    engines[0].close(flush=True)
+    assert streams[0].result(PATIENCE).token_ids == list(range(1000))
+    eventually(lambda: not client.engines[0].alive)
+    engines[1].tokens(second, [1000], "stop")
+    assert streams[1].result(PATIENCE).token_ids == list(range(1001))
 
 
 def test_finish_in_the_last_batch_of_a_killed_process(client_and_engines):

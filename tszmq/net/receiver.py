@@ -41,7 +41,10 @@ __all__ = ["Blame", "Halt", "Joined", "OutputClosed", "Retire", "run_receiver"]
 _DRAIN_BATCHES = 32  # messages handled before those who wait are woken, if as many are ready
 _WAKES_A_BATCH = 2  # and one for so many: a thread takes about as long to wake as half a message
 _WAKES_AT_ONCE = 16  # threads: every one that waits for the interpreter slows the others down
-_DRAIN_SECONDS = 0.3  # how long a dead engine's last messages are looked for
+# Connections are read in turn: when so many messages in a row are from others, a dead engine's
+# last one has been read.
+_OTHERS_IN_A_ROW = 1000
+_DRAIN_SECONDS = 5.0  # for an engine that is called dead and goes on sending
 _UNREADABLE_IN_A_ROW = 3
 _MAX_FRAMES = 4096
 _WARNINGS = 50  # about strangers; anyone who reaches the socket can cause them
@@ -134,15 +137,20 @@ class _Receiver:
     def _drain(self) -> None:
         """Take what else is ready, then wake once; look longer for a dead engine's last words."""
         socket, limit = self._socket, time.monotonic() + _DRAIN_SECONDS
-        taken = 0
+        taken = others = 0
         while socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator,arg-type]
             if taken >= self._patience:
-                if not self._dead or time.monotonic() > limit:
+                if not self._dead or others > _OTHERS_IN_A_ROW or time.monotonic() > limit:
                     break
                 self._wake()
                 taken = 0
-            self._take(socket.recv(copy=False))
+            source = self._take(socket.recv(copy=False))
             taken += 1
+            if self._dead:
+                dying = {order.engine_index for order in self._dead}
+                others = 0 if source in dying else others + 1
+            if self._halted:
+                break
         self._wake()
         dead, self._dead = self._dead, []
         for order in dead:
@@ -161,17 +169,18 @@ class _Receiver:
                 time.sleep(0)  # lets them have the interpreter
             wake_all(wakes[start : start + _WAKES_AT_ONCE])
 
-    def _take(self, frame: Any) -> None:
+    def _take(self, frame: Any) -> int | None:
+        """One message. Returns the engine whose batch it was, if it was one of ours."""
         data = frame.bytes
         frames = [data]
         if frame.more:
             frames += self._rest()
         elif data == WAKE:
             self._obey()
-            return
+            return None
         elif data == ENGINE_CORE_DEAD:
             self._blame(source_fd(frame), "it sent ENGINE_CORE_DEAD", unreadable=False)
-            return
+            return None
         try:
             if len(data) > self._max_bytes:
                 raise DecodeError(
@@ -185,7 +194,7 @@ class _Receiver:
                 self._pass_on(batch.signals)
         except DecodeError as error:
             self._note_unreadable(source_fd(frame), error)
-            return
+            return None
         self._wakes += applied.wakes
         self._hidden |= applied.hidden
         if applied.owed:
@@ -196,6 +205,7 @@ class _Receiver:
             fd = source_fd(frame)
             if fd != NOWHERE:
                 self._sources.learn(applied.source, fd)
+        return applied.source
 
     def _pass_on(self, signals: Sequence[WaveComplete | StartWave | UtilityResult]) -> None:
         """What is not rows: answers to their callers, waves to the control thread."""
