@@ -684,13 +684,13 @@ def test_top_logprobs_are_collected_and_prompt_logprobs_survive():
     assert result.stop_reason == 2
 
 
-def test_cached_tokens_reach_streams_at_once_and_others_at_their_start_and_end():
+def test_cached_tokens_are_told_with_the_first_token_and_at_the_end():
     place = Place()
     stream, plain, other = place.admit(streaming=True), place.admit(), place.admit()
     place.apply((stream, [1]), (plain, [1]), (other, []), cached_tokens=[2, 3, 4])
     assert (stream.cached_tokens, plain.cached_tokens, other.cached_tokens) == (2, 3, 0)
     place.apply((stream, [1]), (plain, [1]), (other, [1]), cached_tokens=[5, 6, 7])
-    assert (stream.cached_tokens, plain.cached_tokens, other.cached_tokens) == (5, 3, 7)
+    assert (stream.cached_tokens, plain.cached_tokens, other.cached_tokens) == (2, 3, 7)
     place.flights.withdraw(other, ABORTED, 3.0)
     assert other.result().cached_tokens == 7
     place.apply((stream, [1]), (plain, [1], "stop"), cached_tokens=[2, 8])
@@ -952,8 +952,6 @@ def apply_naively(expected: dict[str, Expected], batch: Any, now: float) -> None
             refused = reason == "abort" and not each.tokens
             each.cached = batch.cached_tokens[i]
             ends.setdefault(batch.request_ids[i], "refused" if refused else reason)
-        elif each.request.streaming:
-            each.cached = batch.cached_tokens[i]
     gaps = [(i, each) for i, each in known if batch.completion_tokens[i] > len(each.tokens)]
     for i, each in gaps:
         ends[batch.request_ids[i]] = "lost"

@@ -405,9 +405,6 @@ class Flights:
         owed: list[Request] = []
         requests = rows.requests
         rows.hidden = hidden = bool(rows.streams)
-        if rows.streams and batch.cached_tokens is not None:
-            for position in rows.streams:
-                requests[position].cached_tokens = batch.cached_tokens[position]
         ids = rows.ids
         for position, end in ended.items():
             row = requests[position]

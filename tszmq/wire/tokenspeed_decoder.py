@@ -42,6 +42,7 @@ _KEY_END = _IDS + _KEY
 _HOLES = [HOLE * columns for columns in range(4)]
 _PLACEHOLDERS = [[PLACEHOLDER] * columns for columns in range(7)]
 _MOST_KNOWN = 64  # engines are remembered
+_MOST_ROWS = 10_000  # of each: bounds what a broken one can make us keep
 _COLUMNS = 7  # after the ids
 _ALL_AGAIN = 3  # of them: tokens, and what follows them and is the same again
 # What the steps below raise on a message that is not the usual one.
@@ -220,8 +221,8 @@ class TokenSpeedDecoder:
         """The rows that the next batch is likely to start with: those of this one that go on."""
         rids = batch.request_ids
         if known is None:
-            if len(rids) < LARGE:
-                return  # a header that is longer than it has to be
+            if not LARGE <= len(rids) <= _MOST_ROWS:
+                return
             if len(self._known) >= _MOST_KNOWN:
                 del self._known[next(iter(self._known))]  # what was noted first goes first
             known = KnownRows.of(rids)
