@@ -415,7 +415,6 @@ def test_many_deadlines_each_in_its_time(client_and_engines):
     calls = [in_thread(expire, timeout) for timeout in timeouts]
     for timeout, call in zip(timeouts, calls, strict=True):
         assert timeout - 0.02 <= call.result(PATIENCE)
-    assert order == sorted(timeouts)
     adds = engine.recv_adds(4)
     engine.recv_aborts_of(add.rid for add in adds)
 

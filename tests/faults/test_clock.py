@@ -43,6 +43,7 @@ def test_a_slow_engine_is_warned_about_once_and_waited_for(client_and_engines, c
     rid = engines[0].recv_add().rid
     jump()
     stays_true(lambda: not call.done() and client.engines[0].alive, 0.7 * UNIT)
+    eventually(lambda: silence_warnings(caplog))
     engines[0].tokens(rid, [5], "stop")
     assert call.result(PATIENCE).token_ids == [5]
     assert len(silence_warnings(caplog)) == 1
@@ -55,9 +56,9 @@ def test_a_slow_engine_is_warned_about_once_and_waited_for(client_and_engines, c
 def test_silence_is_measured_in_monotonic_time(client_and_engines, jump):
     """Neither given up at once for an hour that was none, nor waited for an hour longer."""
     client, [engine] = client_and_engines(silence_timeout=0.6 * UNIT)
+    started = time.monotonic()
     call = in_thread(client.generate, [1])
     engine.recv_add()
-    started = time.monotonic()
     jump()
     with pytest.raises(tszmq.EngineDead):
         call.result(PATIENCE)
@@ -92,7 +93,7 @@ def test_timeouts_are_monotonic_time(client_and_engines, jump, kind):
     }[kind]
     started = time.monotonic()
     ended = in_thread(call)
-    stays_true(lambda: not ended.done(), timeout / 4)
+    threading.Event().wait(timeout / 4)  # how long it takes as a whole is looked at below
     jump()
     error = ended.exception(PATIENCE)
     took = time.monotonic() - started

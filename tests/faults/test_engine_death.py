@@ -14,6 +14,7 @@ import tszmq
 from tests.client_fixtures import answer_one, inflight
 from tests.mock_engine import PATIENCE, Load, Row, encode_batch, eventually, in_thread, stays_true
 from tszmq import SamplingParams
+from tszmq.net.peers import inode
 from tszmq.wire.tokenspeed_decoder import TokenSpeedDecoder
 
 pytestmark = pytest.mark.timeout(30)
@@ -178,6 +179,44 @@ def test_tokens_sent_before_the_death_are_delivered(client_and_engines, endpoint
     eventually(lambda: not client.engines[0].alive)
     engines[1].tokens(rid, [6], "stop")
     assert other.result(PATIENCE).token_ids == [6]
+
+
+def test_tokens_that_follow_the_loss_of_the_input_connection(client_and_engines, monkeypatch):
+    """libzmq may read an engine's connections one long after the other: what it has sent before
+    it died comes as long as its output connection is open."""
+    monkeypatch.setattr("tszmq.net.control._LONG_GRACE", PATIENCE)
+    client, engines = client_and_engines(2)
+    stream, rid, _ = blocked_reader(client, engines[0])
+    engines[0].input.close()
+    eventually(lambda: not client.engines[0].alive)
+    threading.Event().wait(0.3)  # longer than the usual grace
+    engines[0].tokens(rid, [6, 7], "stop")
+    assert stream.result(PATIENCE).token_ids == [5, 6, 7]
+
+
+def test_the_end_of_a_connection_is_seen_however_late_it_is_closed(client_and_engines, monkeypatch):
+    """libzmq reports it first and closes the descriptor then: at once, or much later."""
+    late = threading.Event()
+    seen = {}
+
+    def inode_before(fd):
+        found = inode(fd)
+        if found is None and not late.is_set():
+            return seen.get(fd)
+        seen[fd] = found
+        return found
+
+    monkeypatch.setattr("tszmq.net.peers.inode", inode_before)
+    client, engines = client_and_engines(2)
+    _, _, blocked = blocked_reader(client, engines[0])
+    threading.Event().wait(0.6)  # connections are looked at all the time until all have started
+    engines[0].close()
+    threading.Event().wait(0.2)
+    late.set()
+    with pytest.raises(tszmq.EngineDead):
+        blocked.result(PATIENCE)
+    eventually(lambda: not client.engines[0].alive)
+    answer_one(client, engines[1])
 
 
 def test_a_slow_receiver_reads_all_that_a_dead_engine_sent(client_and_engines, monkeypatch):

@@ -22,6 +22,7 @@ import tszmq
 from tests.client_fixtures import answer_one
 from tests.mock_engine import (
     PATIENCE,
+    UNIT,
     Load,
     Row,
     encode_batch,
@@ -29,8 +30,13 @@ from tests.mock_engine import (
     identity,
     in_thread,
     predicted,
+    stays_true,
 )
 from tszmq import SamplingParams
+from tszmq.net.control import _Control
+from tszmq.net.mailbox import Do
+from tszmq.net.receiver import Joined
+from tszmq.net.sockets import WAKE
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -325,9 +331,43 @@ def test_bytes_below_the_protocol(client_and_engines, log_lines, where, kind):
 # --- engines that were given up, and live on ---------------------------------------------------
 
 
+def test_whose_a_connection_is_stays_known(client_and_engines, peers, monkeypatch):
+    """The receiver may be told that an engine joined after it has read that engine's first
+    batch: a stranger's garbage would be taken for the engine's from then on."""
+    order = _Control._order
+    controls = []
+
+    def unheard(control, what):
+        if isinstance(what, Joined):
+            control._orders.append(what)  # as always; what would wake the receiver comes later
+            controls.append(control)
+        else:
+            order(control, what)
+
+    monkeypatch.setattr(_Control, "_order", unheard)
+    client, engines = client_and_engines(2)
+    streams = [client.stream([1], data_parallel_rank=rank) for rank in (0, 1)]
+    rids = [engine.recv_add().rid for engine in engines]
+    for engine, rid, stream in zip(engines, rids, streams, strict=True):
+        engine.tokens(rid, [5])
+        assert next(stream).token_ids == [5]
+    control = controls[0]
+    client._session.shared.mailbox.post(Do(lambda: control._push.send(WAKE)))
+    eventually(lambda: not control._orders)
+    engines[1].tokens(rids[1], [6])
+    assert next(streams[1]).token_ids == [6]
+    stranger = peers(zmq.PUSH, client.endpoints.output, wait=True)
+    for _ in range(5):
+        stranger.send(b"\xc1")
+    stays_true(lambda: all(info.alive for info in client.engines), 0.3)
+    for engine, rid, stream in zip(engines, rids, streams, strict=True):
+        engine.tokens(rid, [7], "stop")
+        assert stream.result(PATIENCE).token_ids[-1] == 7
+
+
 def test_a_stopped_engine_that_was_replaced_goes_on(client_and_engines):
     """It still has the connections and the identity: it takes nothing from its successor."""
-    client, [old] = client_and_engines(process=True, silence_timeout=0.4)
+    client, [old] = client_and_engines(process=True, silence_timeout=1.5 * UNIT)
     doomed = in_thread(client.generate, [1])
     rid = old.recv_add().rid
     old.stop()
@@ -403,7 +443,9 @@ def test_a_start_up_that_fails_lets_nobody_in(client_and_engines, peers, how):
     third = client_and_engines.engine(client.endpoints.handshake, 1)
     third.hello()
     third.wait_init()
-    third.say("FAILED")
-    eventually(lambda: client._session.shared.muster.failed)
+    eventually(lambda: "engine 1 " in client._session.shared.muster.text)
+    third.say("FAILED")  # its place is closed to others from then on, not from the first failure on
+    eventually(lambda: "engine 1 " not in client._session.shared.muster.text)
+    assert client._session.shared.muster.failed
     peers(zmq.DEALER, client.endpoints.input, identity(0), wait=True)
     answer_one(client, engines[0])

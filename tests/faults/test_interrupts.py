@@ -22,24 +22,42 @@ pytestmark = pytest.mark.timeout(40)
 MAIN = threading.main_thread().ident or 0
 
 
-def ctrl_c(when):
-    """Send SIGINT to the main thread as soon as ``when()`` returns; the future tells when."""
+def interrupted(call, when):
+    """Run the call in this thread, interrupted once ``when()`` has returned.
+
+    A signal that comes just before the thread falls asleep does not wake it (CPython looks for
+    signals before it waits for a lock, and the kernel wakes only who waits): it is sent again
+    until it was noticed, and counts once.
+    """
+    noticed = threading.Event()
+
+    def on_sigint(*_):
+        if not noticed.is_set():
+            noticed.set()
+            raise KeyboardInterrupt
 
     def send():
         when()
-        threading.Event().wait(0.05)  # for the main thread to be in its wait
-        signal.pthread_kill(MAIN, signal.SIGINT)
+        pause = 0.05  # for the main thread to be in its wait
+        while not noticed.wait(pause):
+            signal.pthread_kill(MAIN, signal.SIGINT)
+            pause = 0.5
         return time.monotonic()
 
-    return in_thread(send)
+    sent = []
 
-
-def interrupted(call, when):
-    """Run the call in this thread, interrupted once ``when()`` has returned."""
-    sent = ctrl_c(when)
-    with pytest.raises(KeyboardInterrupt):
+    def interruptible():
+        sent.append(in_thread(send))
         call()
-    assert time.monotonic() - sent.result(PATIENCE) < PATIENCE
+
+    previous = signal.signal(signal.SIGINT, on_sigint)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            interruptible()
+        assert time.monotonic() - sent[0].result(PATIENCE) < PATIENCE
+    finally:
+        noticed.set()
+        signal.signal(signal.SIGINT, previous)
 
 
 # --- Ctrl-C in every kind of wait ----------------------------------------------------------
@@ -186,7 +204,9 @@ def test_ctrl_c_while_waiting_for_a_place(client_and_engines):
     client, [engine] = client_and_engines(max_inflight=1)
     stream = client.stream([1])
     rid = engine.recv_add().rid
-    interrupted(lambda: client.generate([2]), lambda: None)
+    interrupted(
+        lambda: client.generate([2]), lambda: eventually(lambda: waiting_for_a_place(client) == 1)
+    )
     assert client.inflight(0) == 1
     engine.tokens(rid, [5], "stop")
     assert stream.result(PATIENCE).token_ids == [5]

@@ -99,8 +99,12 @@ def test_a_descriptor_that_is_closed_already():
 
 def test_a_descriptor_that_is_no_socket_any_more(tmp_path: Path):
     with (tmp_path / "file").open("w") as file:
+        free = os.dup(file.fileno())
+        os.close(free)
         assert peer_pid(file.fileno()) in (CLOSED, None)
         assert local_host(file.fileno()) is None
+        assert os.dup(file.fileno()) == free  # none is left open
+        os.close(free)
 
 
 # --- connections -----------------------------------------------------------------------------

@@ -525,6 +525,17 @@ def test_a_bool_is_found_beside_logprobs_of_any_width() -> None:
         assert agree([spoilt.replace(wide, narrow, narrowed)]) == [None]
 
 
+@pytest.mark.parametrize("rows", [3, 20])
+def test_a_bool_anywhere_beside_logprobs_is_found(rows: int) -> None:
+    usual = scored_rows_of(rows, 1)
+    assert agree([pack(usual)]) != [None]
+    for element in (4, 5, 6):
+        column = [*usual[element][:-1], True]
+        assert agree([pack([*usual[:element], column, *usual[element + 1 :]])]) == [None]
+    for element in range(9, 14):
+        assert agree([pack([*usual[:element], True, *usual[element + 1 :]])]) == [None]
+
+
 EMPTY = pack([[]] * 16) * 2
 
 

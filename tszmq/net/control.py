@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -50,9 +50,12 @@ from tszmq.wire.startup import engine_index
 __all__ = ["Settings", "run_control"]
 
 
-_CLOSING_SECONDS = 0.02  # until libzmq has surely closed a descriptor whose end it reported
+# libzmq closes a descriptor a moment after it reported its end; longer after, when its thread
+# did not get its turn: look again and again.
+_CLOSING_SECONDS = (0.02, 0.1, 0.5, 2.0, 8.0)
 _SWEEP_SECONDS = 0.25
 _GRACE = 0.1  # between the loss of an engine's input connection and its requests' end
+_LONG_GRACE = 1.0  # the same, as long as its output connection is open: more may be on its way
 _CUT_OFF_GRACE = 0.5  # for the loss of its output connection alone
 _BLAME_GRACE = 0.5  # for a connection to close that tells who sent a nameless sentinel
 _REGISTRATION_GRACE = 1.0  # after READY, when a successor waits
@@ -290,11 +293,20 @@ class _Control:
     def _note_closed(self, handshake: list[int], input_: list[int], output: list[int]) -> None:
         for fd in handshake + input_:
             self._look_at(fd)
-            if self._connections.is_known(fd):
-                self._at(_CLOSING_SECONDS, partial(self._look_at, fd))
+            self._look_later(fd, _CLOSING_SECONDS)
         for fd in output:
             departed = self._sockets.monitors[2].departed.pop(fd, None)
-            self._at(_CLOSING_SECONDS, partial(self._order, OutputClosed(fd, departed)))
+            self._at(_CLOSING_SECONDS[0], partial(self._order, OutputClosed(fd, departed)))
+            for seconds in _CLOSING_SECONDS[1:]:
+                self._at(seconds, partial(self._order, OutputClosed(fd, None)))
+
+    def _look_later(self, fd: int, pauses: Sequence[float]) -> None:
+        if pauses and self._connections.is_known(fd):
+            self._at(pauses[0], partial(self._look_again, fd, pauses[1:]))
+
+    def _look_again(self, fd: int, pauses: Sequence[float]) -> None:
+        self._look_at(fd)
+        self._look_later(fd, pauses)
 
     def _look_at(self, fd: int) -> None:
         """Which connections at this descriptor are gone, and what that means."""
@@ -316,7 +328,9 @@ class _Control:
             if not flights.suspend(index, reason):
                 return
             epoch = flights.engines[index].epoch
-        self._at(grace, partial(self._order, Retire(index, epoch, reason)))
+        self._at(grace, partial(self._order, Retire(index, epoch, reason, last_call=not grace)))
+        if grace:
+            self._at(_LONG_GRACE, partial(self._order, Retire(index, epoch, reason)))
 
     def _lose(self, lost: Iterable[tuple[int, str]]) -> None:
         for index, reason in lost:

@@ -12,6 +12,15 @@ CLOSED = -1
 __all__ = ["CLOSED", "Attribution", "Connections", "inode", "local_host", "peer_pid"]
 
 
+def _duplicate(fd: int) -> socket.socket:
+    copy = os.dup(fd)
+    try:
+        return socket.socket(fileno=copy)
+    except BaseException:  # something else has that descriptor by now, which is no socket
+        os.close(copy)
+        raise
+
+
 def peer_pid(fd: int) -> int | None:
     """The process at the other end of a local socket.
 
@@ -25,7 +34,7 @@ def peer_pid(fd: int) -> int | None:
     if option is None:
         return None
     try:
-        with socket.socket(fileno=os.dup(fd)) as duplicate:
+        with _duplicate(fd) as duplicate:
             if duplicate.family != socket.AF_UNIX:
                 return None
             credentials = duplicate.getsockopt(socket.SOL_SOCKET, option, struct.calcsize("3i"))
@@ -38,7 +47,7 @@ def peer_pid(fd: int) -> int | None:
 def local_host(fd: int) -> str | None:
     """Our own address on a tcp connection: the one that its peer can reach us at."""
     try:
-        with socket.socket(fileno=os.dup(fd)) as duplicate:
+        with _duplicate(fd) as duplicate:
             if duplicate.family not in (socket.AF_INET, socket.AF_INET6):
                 return None
             host: str = duplicate.getsockname()[0]

@@ -66,6 +66,8 @@ class Retire:
     engine_index: int
     epoch: int
     reason: str
+    last_call: bool = True
+    """False: as long as its output connection is open, more of it may be on its way."""
 
 
 @attrs.frozen
@@ -202,6 +204,7 @@ class _Receiver:
         if self._unreadable:
             self._unreadable.pop(source_fd(frame), None)
         if applied.source is not None and not self._sources.knows(applied.source):
+            self._obey()  # that it joined may stand there unread, and would make it forgotten again
             fd = source_fd(frame)
             if fd != NOWHERE:
                 self._sources.learn(applied.source, fd)
@@ -305,7 +308,8 @@ class _Receiver:
         self._max_bytes = max(self._max_bytes, order.max_batch_bytes)
 
     def _retire_soon(self, order: Retire) -> None:
-        self._dead.append(order)
+        if order.last_call or not self._sources.knows(order.engine_index):
+            self._dead.append(order)
 
     def _output_closed(self, order: OutputClosed) -> None:
         self._unreadable.pop(order.fd, None)
