@@ -90,6 +90,20 @@ def leaks(threads: set[threading.Thread], processes: set[int]) -> str:
     return ", ".join(sorted(late))
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Stretch the time limits of the tests too: they have to outlast several patient waits."""
+    unit = unit_of_time()
+    if unit <= 1:
+        return
+    default = config.getoption("timeout")
+    if default is None:
+        default = float(config.getini("timeout"))
+    for item in items:
+        marker = item.get_closest_marker("timeout")
+        seconds = default if marker is None else marker.args[0]
+        item.add_marker(pytest.mark.timeout(seconds * unit), append=False)
+
+
 @pytest.fixture
 def unit() -> float:
     """The unit of time: multiply every wait of a test with it."""

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.chaos,
     pytest.mark.embedded,
     pytest.mark.slow,
-    pytest.mark.timeout(SECONDS / 2 + REST + 20),
+    pytest.mark.timeout(SECONDS / 2 + 120),
 ]
 
 

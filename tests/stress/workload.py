@@ -40,7 +40,7 @@ REFUSED = (
 """What TokenSpeed's engines here refuse, with an abort that has no tokens; what the client does
 not send to vLLM's, which would go deaf of it."""
 REFUSALS = (tszmq.RequestRejected, tszmq.InvalidRequest)
-END_SECONDS = 20.0
+END_SECONDS = 20.0 * float(os.environ.get("TSZMQ_TIME_UNIT", "1"))
 
 
 class Wrong(Exception):
