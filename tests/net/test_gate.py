@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -244,31 +244,44 @@ def test_an_error_of_the_condition_comes_through(when):
     assert gate._sleepers == []
 
 
-def interrupting(seconds: float) -> Callable[[], object]:
-    """Have this thread interrupted after that time; returns how to undo it."""
+@pytest.fixture
+def on_alarm() -> Iterator[Callable[[Callable[[], object]], None]]:
+    """Has a call made in a signal handler of this thread, once, soon after it is asked to.
 
-    def handler(*_: Any) -> None:
-        raise KeyboardInterrupt
+    A signal that comes just before the thread falls asleep does not wake it, so that it is sent
+    again until it was handled.
+    """
+    handler: list[Callable[[], object]] = []
 
-    before = signal.signal(signal.SIGALRM, handler)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-
-    def undo() -> None:
+    def handle(*_: Any) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        if handler:
+            handler.pop()()
 
-    return undo
+    def arm(call: Callable[[], object]) -> None:
+        handler.append(call)
+        signal.setitimer(signal.ITIMER_REAL, 0.05, 0.1)
+
+    before = signal.signal(signal.SIGALRM, handle)
+    yield arm
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.parametrize("deadline", [None, 20.0])
-def test_ctrl_c_ends_a_wait_and_leaves_no_sleeper_behind(deadline):
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("deadline", [None, 2 * PATIENCE])
+def test_ctrl_c_ends_a_wait_and_leaves_no_sleeper_behind(on_alarm, deadline):
     gate = Gate()
-    undo = interrupting(0.05)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            gate.wait(lambda: False, deadline and time.monotonic() + deadline)
-    finally:
-        undo()
+
+    def call() -> None:
+        on_alarm(interrupt)
+        gate.wait(lambda: False, deadline and time.monotonic() + deadline)
+
+    with pytest.raises(KeyboardInterrupt):
+        call()
     assert gate._sleepers == []
     # And it works as before.
     flag = Flag()
@@ -279,21 +292,16 @@ def test_ctrl_c_ends_a_wait_and_leaves_no_sleeper_behind(deadline):
     assert waiting.result(PATIENCE)
 
 
-def test_a_waker_in_a_signal_handler_and_in_a_finalizer():
+def test_a_waker_in_a_signal_handler_and_in_a_finalizer(on_alarm):
     """Both run in the middle of the waiting thread's own calls."""
     gate, flag = Gate(), Flag()
 
-    def handler(*_: Any) -> None:
+    def wake() -> None:
         flag.set = True
         gate.wake()
 
-    before = signal.signal(signal.SIGALRM, handler)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
-        assert gate.wait(flag, time.monotonic() + PATIENCE)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    on_alarm(wake)
+    assert gate.wait(flag, time.monotonic() + PATIENCE)
 
     class Wakes:
         def __init__(self) -> None:
