@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import tszmq
+from tests.mock_engine import UNIT
 from tszmq import Client, SamplingParams, TokenChunk
 from tszmq.sim import expected_logprobs, expected_tokens
 
@@ -12,6 +13,13 @@ from tszmq.sim import expected_logprobs, expected_tokens
 @pytest.fixture(scope="module")
 def client():
     with Client.embedded(2) as client:
+        yield client
+
+
+@pytest.fixture
+def slow():
+    """A client whose engine takes much longer for a long output than a test may stand still."""
+    with Client.embedded(1, step_ms=2) as client:
         yield client
 
 
@@ -34,11 +42,13 @@ def test_chunks_joined_are_the_whole_outputs(client):
     assert all(values == expected_logprobs(40) for values in logprobs.values())
 
 
-def test_chunks_come_while_others_run(client):
+def test_chunks_come_while_others_run(slow):
     """A short request's last chunk before a long one's."""
-    params = [SamplingParams(max_tokens=2000), SamplingParams(max_tokens=2)]
-    order = [i for i, chunk in client.stream_many([[1], [2]], params) if chunk.finish_reason]
-    assert order == [1, 0]
+    params = [SamplingParams(max_tokens=7000), SamplingParams(max_tokens=2)]
+    chunks = slow.stream_many([[1], [2]], params)
+    assert next(i for i, chunk in chunks if chunk.finish_reason) == 1
+    assert slow.inflight(0) == 1
+    chunks.close()
 
 
 def test_leaving_aborts(client):
@@ -51,23 +61,21 @@ def test_leaving_aborts(client):
     assert [client.inflight(engine.engine_index) for engine in client.engines] == [0, 0]
 
 
-def test_errors_stand_in_their_places(client):
+def test_errors_stand_in_their_places(slow):
     """What came before an error is handed out before it."""
     params = SamplingParams(max_tokens=7000, ignore_eos=True)
     seen: dict[int, list[object]] = {0: [], 1: []}
-    for index, item in client.stream_many([[1], []], params, errors="return", timeout=0.3):
+    timeout = 1.5 * UNIT
+    for index, item in slow.stream_many([[1], []], params, errors="return", timeout=timeout):
         seen[index].append(item)
     assert isinstance(seen[1][0], tszmq.InvalidRequest)
     *chunks, last = seen[0]
-    if isinstance(last, tszmq.DeadlineExceeded):
-        came = [token for chunk in chunks for token in chunk.token_ids]  # type: ignore[attr-defined]
-        assert last.partial is not None
-        assert came == last.partial.token_ids
-    else:  # an engine that is quick enough
-        assert isinstance(last, TokenChunk)
-        assert last.finish_reason == "length"
+    assert isinstance(last, tszmq.DeadlineExceeded)
+    came = [token for chunk in chunks for token in chunk.token_ids]  # type: ignore[attr-defined]
+    assert last.partial is not None
+    assert came == last.partial.token_ids
     with pytest.raises(tszmq.InvalidRequest):
-        list(client.stream_many([[1], []], params))
+        list(slow.stream_many([[1], []], params))
 
 
 def test_closing_the_client_ends_it():
