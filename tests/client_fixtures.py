@@ -16,7 +16,7 @@ import attrs
 import pytest
 
 import tszmq
-from tests.mock_engine import PATIENCE, AutoEngine, MockEngine, in_thread
+from tests.mock_engine import PATIENCE, UNIT, AutoEngine, MockEngine, eventually, in_thread
 from tests.mock_process import ProcessMock
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -100,7 +100,7 @@ class ClientAndEngines:
             each.close()
         for each in self._engines:
             each.check()
-        assert took < 5, f"closing took {took:.1f} s"
+        assert took < 5 * UNIT, f"closing took {took:.1f} s"
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def run_script() -> Callable[..., ScriptResult]:
     return _run_script
 
 
-def _run_script(source: str, *arguments: str, seconds: float = 30.0) -> ScriptResult:
+def _run_script(source: str, *arguments: str, seconds: float = 3 * PATIENCE) -> ScriptResult:
     process = subprocess.Popen(
         [sys.executable, "-c", source, *arguments],
         stdin=subprocess.DEVNULL,
@@ -184,9 +184,26 @@ def answer_one(client: tszmq.Client, engine: Any, ids: Sequence[int] = (1,)) -> 
     return done
 
 
+def answer_after_aborts(client: tszmq.Client, engine: Any) -> None:
+    """As ``answer_one``, when requests are on their way to that engine that were all aborted."""
+    call = in_thread(client.generate, [9, 9], data_parallel_rank=engine.index)
+    add = engine.recv_add(skip_aborts=True)
+    while add.prompt != [9, 9]:
+        add = engine.recv_add(skip_aborts=True)
+    engine.tokens(add.rid, [1], "stop")
+    assert call.result(PATIENCE).token_ids == [1]
+    eventually(lambda: engine.drain() is not None and not engine.unfinished)
+
+
 def inflight(client: tszmq.Client) -> list[int]:
     """Unfinished requests of every engine."""
     return [client.inflight(engine.engine_index) for engine in client.engines]
+
+
+def waiting_for_a_place(client: tszmq.Client) -> int:
+    """How many queue for one, or were granted one that they have not taken."""
+    with client._session.shared.state as flights:
+        return len(flights.everyone_waiting())
 
 
 def partial_of(error: Any) -> tszmq.Completion:

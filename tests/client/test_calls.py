@@ -113,7 +113,8 @@ def test_a_call_ends_with_its_engine_and_with_the_client():
         first = threading.Thread(target=call, args=(0,))
         first.start()
         os.kill(pids[0], signal.SIGKILL)
-        first.join(5)
+        first.join(PATIENCE)
+        assert not first.is_alive()
         assert isinstance(caught[0], tszmq.EngineDead)
         assert caught[0].engine_index == 0
         with pytest.raises(tszmq.EngineDead):
@@ -123,7 +124,8 @@ def test_a_call_ends_with_its_engine_and_with_the_client():
         second = threading.Thread(target=call, args=(1,))
         second.start()
         own.close()
-        second.join(5)
+        second.join(PATIENCE)
+        assert not second.is_alive()
         assert isinstance(caught[1], (tszmq.ClientClosed, tszmq.EngineDead))
 
 

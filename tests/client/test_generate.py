@@ -19,6 +19,7 @@ import tszmq
 from tests.client_fixtures import ClientAndEngines, answer_one, inflight, partial_of
 from tests.mock_engine import (
     PATIENCE,
+    UNIT,
     MockEngine,
     eventually,
     in_thread,
@@ -68,6 +69,7 @@ def test_times_are_those_of_the_request(client_and_engines):
     add = engine.recv_add()
     threading.Event().wait(0.1)
     engine.tokens(add.rid, [1])
+    answer_one(client, engine)  # the client has read the first token now
     threading.Event().wait(0.1)
     engine.tokens(add.rid, [2], "stop")
     done = call.result(PATIENCE)
@@ -362,12 +364,12 @@ def test_deadline_carries_what_came_and_aborts_once(client_and_engines):
     """``timeout`` is the request's: it is aborted, and its tokens are in the error."""
     client, [engine] = client_and_engines()
     started = time.monotonic()
-    call = in_thread(client.generate, [1, 2], timeout=0.4, request_id="label")
+    call = in_thread(client.generate, [1, 2], timeout=1.5 * UNIT, request_id="label")
     rid = engine.recv_add().rid
     engine.tokens(rid, [5, 6])
     with pytest.raises(tszmq.DeadlineExceeded) as caught:
         call.result(PATIENCE)
-    assert 0.38 <= time.monotonic() - started < PATIENCE
+    assert 1.45 * UNIT <= time.monotonic() - started < PATIENCE
     assert isinstance(caught.value, TimeoutError)
     partial = partial_of(caught.value)
     assert partial.token_ids == [5, 6]
@@ -385,38 +387,40 @@ def test_timeout_is_total_time_not_time_between_tokens(client_and_engines):
     client, [engine] = client_and_engines(auto=True, engine={"step_delay": 0.05})
     started = time.monotonic()
     with pytest.raises(tszmq.DeadlineExceeded):
-        client.generate([1], SamplingParams(max_tokens=1000), timeout=0.5)
-    assert 0.48 <= time.monotonic() - started < PATIENCE
+        client.generate([1], SamplingParams(max_tokens=1000), timeout=1.5 * UNIT)
+    assert 1.45 * UNIT <= time.monotonic() - started < PATIENCE
     eventually(lambda: len(engine.aborts) == 1)
 
 
 def test_finish_before_the_deadline_aborts_nothing(client_and_engines):
     """The deadline of a finished request means nothing."""
     client, [engine] = client_and_engines()
-    call = in_thread(client.generate, [1], timeout=0.3)
+    call = in_thread(client.generate, [1], timeout=1.5 * UNIT)
     engine.tokens(engine.recv_add().rid, [5], "stop")
     assert call.result(PATIENCE).token_ids == [5]
-    engine.expect_nothing(0.5)
+    engine.expect_nothing(1.7 * UNIT)
 
 
 def test_many_deadlines_each_in_its_time(client_and_engines):
     """They expire in their own order, not that of the requests."""
     client, [engine] = client_and_engines()
+    longest = in_thread(client.generate, [1], timeout=10 * PATIENCE)
+    rid = engine.recv_add().rid
     started = time.monotonic()
-    order = []
 
     def expire(timeout):
         with pytest.raises(tszmq.DeadlineExceeded):
             client.generate([1], timeout=timeout)
-        order.append(timeout)
         return time.monotonic() - started
 
-    timeouts = [0.8, 0.2, 0.6, 0.4]
+    timeouts = [1.6 * UNIT, 1.0 * UNIT, 1.4 * UNIT, 1.2 * UNIT]
     calls = [in_thread(expire, timeout) for timeout in timeouts]
     for timeout, call in zip(timeouts, calls, strict=True):
         assert timeout - 0.02 <= call.result(PATIENCE)
     adds = engine.recv_adds(4)
     engine.recv_aborts_of(add.rid for add in adds)
+    engine.tokens(rid, [5], "stop")
+    assert longest.result(PATIENCE).token_ids == [5]
 
 
 def test_wall_clock_jumps_change_nothing(client_and_engines, monkeypatch):
@@ -424,7 +428,7 @@ def test_wall_clock_jumps_change_nothing(client_and_engines, monkeypatch):
     client, [engine] = client_and_engines()
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + 3600)
-    call = in_thread(client.generate, [1], timeout=5)
+    call = in_thread(client.generate, [1], timeout=PATIENCE)
     rid = engine.recv_add().rid
     monkeypatch.setattr(time, "time", lambda: real() - 3600)
     engine.tokens(rid, [5])
@@ -437,7 +441,7 @@ def test_unfinished_results_are_complete_to_the_last_step(client_and_engines, ho
     """Many steps of the same requests are the usual case, and may be stored late: whoever
     looks gets all of it, several tokens a step and log-probabilities included."""
     client, [engine] = client_and_engines()
-    timeout = 0.6 if how == "deadline" else None
+    timeout = 1.5 * UNIT if how == "deadline" else None
     params = SamplingParams(logprobs=True)
     calls = [
         in_thread(client.generate, [1], timeout=timeout, request_id="label"),

@@ -205,7 +205,7 @@ def test_forgotten_client_is_collected_and_its_threads_end(client_and_engines):
     client_and_engines.forget(client)
     del client
     gc.collect()
-    assert watch() is None
+    eventually(lambda: watch() is None)  # the thread of the call above may not have ended yet
     eventually(lambda: not any(thread.is_alive() for thread in threads))
     eventually(lambda: not os.path.exists(directory))
     tszmq.Client.bind(address).close()
@@ -356,7 +356,8 @@ def test_first_token_after_idling_is_not_late(client_and_engines):
             engine.tokens(rid, [token])
             assert next(stream).token_ids == [token]
             delays.append(time.monotonic() - started)
-        assert sorted(delays)[5] < 0.05  # less than any period one would poll with
+        # Less than any period one would poll with: all but the first would wait for most of one.
+        assert sorted(delays)[1] < 0.05 * UNIT
 
 
 # --- the interpreter's exit ----------------------------------------------------------------
@@ -480,12 +481,12 @@ def exits_cleanly(result):
     assert result.exit_code == 0, result
     assert result.errors == ""
     assert result.leaving is not None
-    assert result.leaving < 2 * UNIT
+    assert result.leaving < 4 * UNIT
 
 
 @pytest.mark.parametrize("name", EXITS)
 def test_interpreter_exits(client_and_engines, run_script, short_dir, name):
-    """Exit code 0 within two seconds and nothing on standard error, whatever is still open."""
+    """Exit code 0 within a few seconds and nothing on standard error, whatever is still open."""
     address = f"ipc://{short_dir}/handshake.sock"
     client_and_engines.engine(address, auto=True, step_delay=0.005)
     exits_cleanly(run_script(SCRIPT + EXITS[name], address))
@@ -512,7 +513,7 @@ leaving()
     running = in_thread(run_script, SCRIPT + body, *arguments)
     engine.connect()
     connected.touch()
-    exits_cleanly(running.result(30))
+    exits_cleanly(running.result(4 * PATIENCE))
 
 
 def test_engine_hears_nothing_of_a_client_that_crashed(client_and_engines, run_script, short_dir):

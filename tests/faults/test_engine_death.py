@@ -12,7 +12,16 @@ import zmq
 
 import tszmq
 from tests.client_fixtures import answer_one, inflight
-from tests.mock_engine import PATIENCE, Load, Row, encode_batch, eventually, in_thread, stays_true
+from tests.mock_engine import (
+    PATIENCE,
+    UNIT,
+    Load,
+    Row,
+    encode_batch,
+    eventually,
+    in_thread,
+    stays_true,
+)
 from tszmq import SamplingParams
 from tszmq.net.peers import inode
 from tszmq.wire.tokenspeed_decoder import TokenSpeedDecoder
@@ -433,7 +442,7 @@ def test_engines_that_die_and_come_back_together(client_and_engines, endpoints):
         for index in (turn % 2, 1 - turn % 2):
             engines[index] = client_and_engines.engine(address, index).hello()
         for engine in engines[:2]:
-            engine.finish_connect(5)
+            engine.finish_connect()
         eventually(lambda: all(info.alive for info in client.engines))
         for engine in engines[:2]:
             answer_one(client, engine)
@@ -461,7 +470,7 @@ def test_stale_batches_of_an_outlived_engine_are_noise(client_and_engines, short
     old.input.close()  # the next engine needs the identity
     client.close()
     client, [engine] = client_and_engines(endpoints=endpoints)
-    assert reconnected.poll(5000)
+    assert reconnected.poll(PATIENCE * 1000)
     old.output.disable_monitor()
     reconnected.close()
     with client.stream([1]) as running:
@@ -485,16 +494,19 @@ def test_stale_batches_of_an_outlived_engine_are_noise(client_and_engines, short
 
 # --- silence -------------------------------------------------------------------------------
 
+SILENCE = 1.5 * UNIT
+"""Longer than a busy machine keeps an engine or its reader from its turn."""
+
 
 def test_silent_engine_with_work_is_dead(client_and_engines):
     """silence_timeout: connected, holding a request, and not a word."""
-    client, engines = client_and_engines(2, silence_timeout=0.5)
+    client, engines = client_and_engines(2, silence_timeout=SILENCE)
     started = time.monotonic()
     doomed = in_thread(client.generate, [1], data_parallel_rank=0)
     engines[0].recv_add()
     with pytest.raises(tszmq.EngineDead) as caught:
         doomed.result(PATIENCE)
-    assert 0.45 <= time.monotonic() - started < PATIENCE
+    assert 0.95 * SILENCE <= time.monotonic() - started < PATIENCE
     assert caught.value.engine_index == 0
     check_dead(client, 0)
     assert client.engines[1].alive
@@ -503,8 +515,8 @@ def test_silent_engine_with_work_is_dead(client_and_engines):
 
 def test_idle_engine_may_be_silent(client_and_engines):
     """It has nothing to say; and the clock does not start before it has work."""
-    client, [engine] = client_and_engines(silence_timeout=0.4)
-    stays_true(lambda: client.is_alive, 1.2)
+    client, [engine] = client_and_engines(silence_timeout=SILENCE)
+    stays_true(lambda: client.is_alive, 2 * UNIT)
     call = in_thread(client.generate, [1])
     rid = engine.recv_add().rid
     stays_true(lambda: not call.done(), 0.25)
@@ -512,24 +524,24 @@ def test_idle_engine_may_be_silent(client_and_engines):
     stays_true(lambda: not call.done(), 0.25)
     engine.tokens(rid, [6], "stop")
     assert call.result(PATIENCE).token_ids == [5, 6]
-    stays_true(lambda: client.is_alive, 1.0)
+    stays_true(lambda: client.is_alive, 2 * UNIT)
     answer_one(client, engine)
 
 
 def test_slow_engine_is_not_silent(client_and_engines):
     """Any readable output of it counts, also other requests'."""
-    client, [engine] = client_and_engines(silence_timeout=0.5)
+    client, [engine] = client_and_engines(silence_timeout=SILENCE)
     waiting = in_thread(client.generate, [1])
     first = engine.recv_add().rid
     busy = in_thread(client.generate, [2])
     second = engine.recv_add().rid
-    for token in range(8):
-        stays_true(lambda: not waiting.done(), 0.2)
+    for token in range(13):  # much longer than the limit in all
+        stays_true(lambda: not waiting.done(), 0.2 * UNIT)
         engine.tokens(second, [token])
-    engine.tokens(second, [8], "stop")
+    engine.tokens(second, [13], "stop")
     engine.tokens(first, [5], "stop")
     assert waiting.result(PATIENCE).token_ids == [5]
-    assert busy.result(PATIENCE).token_ids == list(range(9))
+    assert busy.result(PATIENCE).token_ids == list(range(14))
 
 
 def test_silence_alone_is_no_death_by_default(client_and_engines):
@@ -544,7 +556,7 @@ def test_silence_alone_is_no_death_by_default(client_and_engines):
 
 def test_stopped_process_with_work_is_dead(client_and_engines):
     """SIGSTOP gives no event at all: silence is what tells."""
-    client, [engine] = client_and_engines(process=True, silence_timeout=0.5)
+    client, [engine] = client_and_engines(process=True, silence_timeout=SILENCE)
     _, _, blocked = blocked_reader(client, engine)
     engine.stop()
     with pytest.raises(tszmq.EngineDead):

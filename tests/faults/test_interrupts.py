@@ -11,7 +11,7 @@ import time
 import pytest
 
 import tszmq
-from tests.client_fixtures import answer_one, inflight
+from tests.client_fixtures import answer_after_aborts, answer_one, inflight, waiting_for_a_place
 from tests.core.parts import interrupt_everywhere
 from tests.mock_engine import PATIENCE, eventually, in_thread, predicted
 from tszmq import SamplingParams
@@ -283,7 +283,7 @@ def test_ctrl_c_at_any_moment(client_and_engines, kind):
     assert hits > 20, "the interrupts missed the calls: this test tests nothing"
     eventually(lambda: inflight(client) == [0])
     eventually(lambda: engine.running == 0)
-    assert client.generate([5], params, timeout=5).token_ids == predicted([5], 4)
+    assert client.generate([5], params, timeout=PATIENCE).token_ids == predicted([5], 4)
 
 
 # --- other signals -------------------------------------------------------------------------
@@ -325,10 +325,9 @@ def test_deadlines_hold_under_a_stream_of_signals(client_and_engines, tick, kind
     with pytest.raises(tszmq.DeadlineExceeded):
         call()
     assert 0.95 <= time.monotonic() - started < PATIENCE
-    assert tick[0] > 20, "hardly any signal came: this test tests nothing"
+    assert tick[0] > 3, "hardly any signal came: this test tests nothing"
     assert inflight(client) == [0]
-    engine.drain()
-    eventually(lambda: engine.drain() is not None and not engine.unfinished)
+    answer_after_aborts(client, engine)
 
 
 def test_waiting_for_a_place_ends_in_time_under_a_stream_of_signals(client_and_engines, tick):
@@ -340,7 +339,7 @@ def test_waiting_for_a_place_ends_in_time_under_a_stream_of_signals(client_and_e
         with pytest.raises(tszmq.QueueFull):
             client.generate([2], timeout=0.5)
         assert 0.45 <= time.monotonic() - started < PATIENCE
-        assert tick[0] > 10
+        assert tick[0] > 3
 
 
 def test_tokens_arrive_under_a_stream_of_signals(client_and_engines, tick):
@@ -349,15 +348,10 @@ def test_tokens_arrive_under_a_stream_of_signals(client_and_engines, tick):
     with client.stream([1], SamplingParams(max_tokens=300)) as stream:
         tokens = [token for chunk in stream for token in chunk.token_ids]
     assert tokens == predicted([1], 300)
-    assert tick[0] > 10
+    assert tick[0] > 3
 
 
 # --- turns ---------------------------------------------------------------------------------------
-
-
-def waiting_for_a_place(client) -> int:
-    with client._session.shared.state as flights:
-        return len(flights.everyone_waiting())
 
 
 @pytest.mark.skipif(CHECKED, reason="checkers of a debug build swallow some of the signals")

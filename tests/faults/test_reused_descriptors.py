@@ -40,7 +40,7 @@ class Hold:
         def take_later(mailbox):
             if self._held.is_set():
                 self._stands.set()
-                self._go.wait(20)
+                self._go.wait(2 * PATIENCE)
             return take(mailbox)
 
         monkeypatch.setattr(Mailbox, "take", take_later)
@@ -54,7 +54,7 @@ class Hold:
         self._stands.clear()
         self._held.set()
         self._session.shared.mailbox._writer.send(b"\0")
-        assert self._stands.wait(5)
+        assert self._stands.wait(PATIENCE)
 
     def __exit__(self, *_) -> None:
         threading.Event().wait(0.2)  # until what was done meanwhile has arrived
@@ -72,7 +72,7 @@ def test_an_engine_says_hello_as_a_stranger_goes(client_and_engines, hold):
     """The stranger's end is not the engine's."""
     bound = client_and_engines.bind()
     address = bound.endpoints.handshake
-    connecting = in_thread(bound.connect, 10)
+    connecting = in_thread(bound.connect, 2 * PATIENCE)
     stranger = client_and_engines.engine(address, 1000, process=True)
     stranger.say("LATER")
     eventually(lambda: "strangers" in bound._session.shared.muster.text)
@@ -80,7 +80,7 @@ def test_an_engine_says_hello_as_a_stranger_goes(client_and_engines, hold):
         stranger.kill()
         engine = client_and_engines.engine(address, 0, process=True)
         engine.hello()
-    engine.finish_connect(5)
+    engine.finish_connect()
     client_and_engines.forget(bound)
     with connecting.result(PATIENCE) as client:
         answer_one(client, engine)
@@ -98,7 +98,7 @@ def test_a_successor_says_hello_as_a_stranger_goes(client_and_engines, hold):
         second = client_and_engines.engine(address, 0, process=True)
         second.hello()
     first.kill()
-    second.finish_connect(5)
+    second.finish_connect()
     eventually(lambda: client.engines[0].alive)
     answer_one(client, second)
 
@@ -107,7 +107,7 @@ def test_an_engine_says_hello_as_another_is_through_with_it(client_and_engines, 
     """Engines close that connection once they are ready: that one's READY counts."""
     bound = client_and_engines.bind(engine_count=2)
     address = bound.endpoints.handshake
-    connecting = in_thread(bound.connect, 10)
+    connecting = in_thread(bound.connect, 2 * PATIENCE)
     first = client_and_engines.engine(address, 0, process=True)
     first.hello()
     first.wait_init()
@@ -117,7 +117,7 @@ def test_an_engine_says_hello_as_another_is_through_with_it(client_and_engines, 
         second = client_and_engines.engine(address, 1, process=True)
         second.hello()
     first.register()
-    second.finish_connect(5)
+    second.finish_connect()
     client_and_engines.forget(bound)
     with connecting.result(PATIENCE) as client:
         answer_one(client, first)
@@ -147,7 +147,7 @@ def test_an_engine_registers_as_another_dies(client_and_engines, endpoints, hold
         eventually(lambda: client.engines[1].alive)
         answer_one(client, engines[1])
         engines[0] = client_and_engines.engine(address, 0, process=True)
-        engines[0].connect(5)
+        engines[0].connect()
         eventually(lambda: client.engines[0].alive)
         answer_one(client, engines[0])
         assert client.engines[1].alive
@@ -168,6 +168,6 @@ def test_an_engine_that_registers_and_dies_at_once(client_and_engines, hold):
         threading.Event().wait(0.2)
         second.kill()
     third = client_and_engines.engine(address, 0, process=True)
-    third.connect(10)
+    third.connect()
     eventually(lambda: client.engines[0].alive)
     answer_one(client, third)

@@ -72,7 +72,7 @@ def reluctant(client_and_engines):
 
     def make(endpoints=LOOPBACK, count=1, **options):
         bound = client_and_engines.bind(endpoints, engine_count=count, **options)
-        connecting = in_thread(bound.connect, 10)
+        connecting = in_thread(bound.connect, 2 * PATIENCE)
         engines = [Reluctant(bound.endpoints.handshake, index) for index in range(count)]
         made.extend(engines)
         for engine in engines:
@@ -113,7 +113,7 @@ def test_a_burst_larger_than_every_queue_arrives_in_order(reluctant, endpoints):
     client, [engine] = reluctant(endpoints)
     streams = [client.stream([number + 1] * 2000, LONG) for number in range(3000)]
     # Handed to the socket or queued behind it: one that ends before that is never sent.
-    eventually(lambda: all(stream._request.sent for stream in streams), 10)
+    eventually(lambda: all(stream._request.sent for stream in streams))
     for stream in streams[::5]:
         stream.close()
     kept = {number + 1 for number, stream in enumerate(streams) if not stream.finished}

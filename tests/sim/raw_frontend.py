@@ -11,11 +11,11 @@ from pathlib import Path
 import ormsgpack
 import zmq
 
-from tests.mock_engine import eventually
+from tests.mock_engine import PATIENCE, eventually
 from tszmq.sim import Fleet
 
 DEAD = b"ENGINE_CORE_DEAD"
-DEADLINE = 20.0
+DEADLINE = 2 * PATIENCE
 
 
 def pack(value) -> bytes:
