@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tszmq.removal import remove_rows, without_rows
 
 
+@example(60, set(range(0, 60, 2)), 4)
 @given(st.integers(0, 60), st.sets(st.integers(0, 59)), st.integers(1, 5))
 def test_the_others_stay_in_order(rows: int, gone: set[int], size: int) -> None:
     positions = sorted(row for row in gone if row < rows)

@@ -697,6 +697,19 @@ def test_cached_tokens_are_told_with_the_first_token_and_at_the_end():
     assert plain.result().cached_tokens == 8
 
 
+def test_who_waits_for_a_first_token_moves_up_with_the_rows():
+    """As those before them end."""
+    place = Place()
+    first, second, third = place.admit(), place.admit(), place.admit()
+    place.apply((first, [1]), (second, []), (third, []))
+    place.apply((first, [2], "stop"), (second, []), (third, []))
+    place.apply((second, [5]), (third, []), now=3.0)
+    place.apply((second, [6], "stop"), (third, []), now=4.0)
+    place.apply((third, [7]), now=5.0)
+    assert (second.first, third.first) == (3.0, 5.0)
+    assert place.flights.routing.view(0) == (1, 0, 4)
+
+
 def test_what_was_not_shown_yet_is_shown_at_the_end():
     """Somebody aborts it between two looks of the receiver's."""
     place = Place()

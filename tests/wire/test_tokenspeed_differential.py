@@ -482,6 +482,30 @@ def test_ids_of_other_lengths_in_bytes_than_in_characters() -> None:
     assert None not in outcomes
 
 
+@pytest.mark.parametrize("joins", [False, True])
+def test_an_id_with_another_inside_leaves_nothing_of_itself(joins: bool) -> None:
+    """One twice as long as the others on the wire, whose second half looks like one of them:
+    when it has ended, a batch that lists that half is still no batch."""
+    others = [f"{row:0128}" for row in range(20)]
+    inner = pack("y" * 128)
+    double = "x" * 127 + inner.decode()
+    assert len(pack(double)) == 2 * len(pack(others[0])) == 2 * len(inner)
+
+    def batch(rids: list[str], reasons: list[str] | None = None) -> bytes:
+        rows = len(rids)
+        return pack(rows_of(rows, 5, rids=rids, reasons=reasons or [""] * rows))
+
+    at = 20 if joins else 1
+    rids = [*others[:at], double, *others[at:]]
+    ended = ["stop" if rid == double else "" for rid in rids]
+    left = batch(others)
+    end = left.index(pack(others[at - 1])) + len(inner)
+    crafted = left[:end] + inner + left[end:]
+    messages = [batch(others)] * joins + [batch(rids, ended), crafted, left]
+    outcomes = agree(messages)
+    assert [each is None for each in outcomes[-3:]] == [False, True, False]
+
+
 def test_a_large_header_of_few_rows() -> None:
     few = {name: value[:15] for name, value in zip(
         ("rids", "tokens", "reasons", "prompt", "completion", "cached", "logprobs", "logprob_ids"),
