@@ -14,6 +14,8 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import tszmq.types
 from tszmq.errors import InvalidRequest
@@ -242,8 +244,8 @@ def test_one_grammar_at_most() -> None:
 
 def test_json_schema_may_be_a_mapping() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    for given in (schema, types.MappingProxyType(schema)):
-        assert json.loads(SamplingParams(json_schema=given).json_schema or "") == schema
+    for schema_given in (schema, types.MappingProxyType(schema)):
+        assert json.loads(SamplingParams(json_schema=schema_given).json_schema or "") == schema
     endless: dict[str, Any] = {}
     endless["self"] = endless
     for bad in (endless, {"minimum": math.nan}):
@@ -467,8 +469,56 @@ def test_ids_out_of_range_are_named_with_their_place(wrong) -> None:
         token_id_list([0, MAX_TOKEN_ID, wrong], what="prompt")
 
 
+@pytest.mark.parametrize("wrong", [-1, -256, -(2**31), -(2**31) - 1, 2**31, 2**32, 2**63])
+def test_an_id_out_of_range_among_small_ones_is_refused(wrong: int) -> None:
+    for ids in ([wrong], [0, wrong], [wrong, 0], [0, wrong, 0]):
+        with pytest.raises(InvalidRequest, match=rf"got {wrong} at position {ids.index(wrong)}$"):
+            token_id_list(ids, what="prompt")
+
+
 def test_limits_themselves_are_accepted() -> None:
     assert token_id_list([0, MAX_TOKEN_ID]) == [0, MAX_TOKEN_ID] == [0, 2**31 - 1]
+
+
+ITEMS = [
+    *(0, 1, 127, 105, 0x69696969, MAX_TOKEN_ID, MAX_TOKEN_ID + 1, 2**32, 2**63, -1, -(2**31), HUGE),
+    *(
+        True,
+        False,
+        None,
+        Ellipsis,
+        1.0,
+        1j,
+        math.nan,
+        "",
+        "iiiii",
+        "i" * 300,
+        b"iiii",
+        bytearray(4),
+    ),
+    *((), (1,), [1], [105] * 3, {1: 1}, Colour.RED, np.int64(3), np.uint8(105), np.array([1, 2])),
+    *(np.bool_(True), np.float32(1), object(), StopIteration, array.array("I", [1])),
+]
+
+
+def _plainly(ids: list[Any]) -> list[int] | None:
+    """Item by item; None for what is refused."""
+    numbers = [item.item() if isinstance(item, np.generic) else item for item in ids]
+    if any(isinstance(item, bool) or not isinstance(item, int) for item in numbers):
+        return None
+    return [int(item) for item in numbers] if all(0 <= x < 2**31 for x in numbers) else None
+
+
+@given(st.lists(st.sampled_from(ITEMS) | st.integers(0, MAX_TOKEN_ID), min_size=1, max_size=12))
+def test_no_mixture_passes_for_ints(ids: list[Any]) -> None:
+    expected = _plainly(ids)
+    if expected is None:
+        with pytest.raises((TypeError, InvalidRequest)):
+            token_id_list(ids)
+        return
+    tokens = token_id_list(ids)
+    assert tokens == expected
+    assert set(map(type, tokens)) == {int}
 
 
 def test_errors_say_which_item() -> None:

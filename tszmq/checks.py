@@ -7,12 +7,11 @@ one field of a request drops it in silence, or dies.
 from __future__ import annotations
 
 import json
+import marshal
 import math
 import sys
-from array import array
 from collections.abc import Iterable, Mapping, Set
 from itertools import islice
-from operator import countOf
 from typing import Any, cast
 
 import attrs
@@ -211,7 +210,7 @@ def _token_ids(ids: object, what: str, at_most: int = MAX_TOKENS) -> list[int]:
     # Of another's type, no more than that: its length need not be true.
     tokens = list(items if type(items) in _HONEST else islice(items, at_most + 1))
     _check_length(tokens, what, at_most)
-    if countOf(map(type, tokens), int) == len(tokens) and _fit(tokens):
+    if _are_plain(tokens):
         return tokens
     if tokens and set(map(type, tokens)) != {int}:
         tokens = [_token_id(token, position, what) for position, token in enumerate(tokens)]
@@ -226,15 +225,28 @@ def _token_ids(ids: object, what: str, at_most: int = MAX_TOKENS) -> list[int]:
 
 
 _HONEST = (list, tuple, range)
-_HIGHEST_BYTE = slice(3 if sys.byteorder == "little" else 0, None, 4)
+# Of a list as ``marshal`` writes it: a letter and the length, then a letter and 32 bits an int.
+_HEADER = _ITEM = 5
+_FIRST_VERSION = 0  # of its format: an item that comes again is written again
 
 
-def _fit(tokens: list[int]) -> bool:
-    """Whether all are in [0, 2**31), by passes of C code: in 32 bits, the highest of them 0."""
-    try:
-        return array("I", tokens).tobytes()[_HIGHEST_BYTE].isascii()
-    except OverflowError:
+def _are_plain(tokens: list[Any]) -> bool:
+    """Whether all are ints, of that very type, in [0, 2**31): seen in two passes of C code.
+
+    ``marshal`` writes such an int as ``i`` and four bytes, the lowest first. Everything else
+    starts with another letter, or is refused: so where an ``i`` starts, the next item starts
+    five bytes on.
+    """
+    if not tokens or type(tokens[0]) is not int:  # nothing large is written just to be refused
         return False
+    try:
+        table = marshal.dumps(tokens, _FIRST_VERSION)
+    except ValueError:
+        return False
+    return (
+        table[_HEADER::_ITEM] == b"i" * len(tokens)
+        and table[_HEADER + _ITEM - 1 :: _ITEM].isascii()
+    )
 
 
 def _check_shape(ids: object, what: str) -> None:
