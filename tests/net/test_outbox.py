@@ -15,22 +15,31 @@ pytestmark = pytest.mark.timeout(20)
 
 
 class Router:
-    """A ROUTER's send half: room for so many messages an engine, or gone."""
+    """A ROUTER's send half: room for so many messages an engine, or gone. The first frame of a
+    message tells, as in libzmq."""
 
     def __init__(self) -> None:
         self.room: dict[bytes, int] = defaultdict(lambda: 1000)
         self.gone: set[bytes] = set()
         self.sent: dict[bytes, list[list[bytes]]] = defaultdict(list)
 
-    def send_multipart(self, frames: list[bytes], flags: int) -> None:
-        assert flags == zmq.NOBLOCK
-        identity = frames[0]
+        self._message: list[bytes] = []
+
+    def send(self, frame: bytes, flags: int) -> None:
+        assert flags & zmq.NOBLOCK
+        if not self._message:
+            self._find_room(frame)
+        self._message.append(frame)
+        if not flags & zmq.SNDMORE:
+            (identity, *frames), self._message = self._message, []
+            self.sent[identity].append(frames)
+
+    def _find_room(self, identity: bytes) -> None:
         if identity in self.gone:
             raise zmq.ZMQError(zmq.EHOSTUNREACH)
         if self.room[identity] == 0:
             raise zmq.Again
         self.room[identity] -= 1
-        self.sent[identity].append(frames[1:])
 
 
 ZERO, ONE = engine_identity(0), engine_identity(1)

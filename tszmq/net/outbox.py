@@ -11,6 +11,9 @@ from tszmq.wire.startup import engine_identity
 
 __all__ = ["Outbox"]
 
+_LAST = int(zmq.NOBLOCK)
+_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+
 
 @attrs.define(eq=False)
 class _Blocked:
@@ -40,12 +43,21 @@ class Outbox:
             blocked.messages.append(frames)
             return None
         try:
-            self._router.send_multipart([engine_identity(index), *frames], zmq.NOBLOCK)
+            self._send(index, frames)
         except zmq.Again:
             self.blocked[index] = _Blocked(deque([frames]), now)
         except zmq.ZMQError as error:
             return f"nothing can be sent to it: {error}"
         return None
+
+    def _send(self, index: int, frames: list[bytes]) -> None:
+        """What ``send_multipart`` does, which looks into every frame first and takes twice as
+        long. Only the first frame can fail: the others go where it went."""
+        send = self._router.send
+        send(engine_identity(index), _MORE)
+        for frame in frames[:-1]:
+            send(frame, _MORE)
+        send(frames[-1], _LAST)
 
     def retry(self, now: float) -> list[tuple[int, str]]:
         """Send what was blocked. Returns the engines that are lost, and why."""
@@ -62,10 +74,9 @@ class Outbox:
         return lost
 
     def _drain(self, index: int, blocked: _Blocked, now: float) -> str | None:
-        identity = engine_identity(index)
         while blocked.messages:
             try:
-                self._router.send_multipart([identity, *blocked.messages[0]], zmq.NOBLOCK)
+                self._send(index, blocked.messages[0])
             except zmq.Again:
                 return None
             except zmq.ZMQError as error:
