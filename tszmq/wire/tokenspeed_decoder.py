@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import chain, compress, count
 from operator import countOf
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from tszmq.codec import HOLE, PLACEHOLDER, unpack_pieces
 from tszmq.errors import DecodeError
@@ -49,20 +49,10 @@ _ALL_AGAIN = 3  # of them: tokens, and what follows them and is the same again
 _UNUSUAL = (DecodeError, TypeError, ValueError, OverflowError, AttributeError)
 
 
-class _Single(NamedTuple):
-    """What has been read, without decoding it, of a batch of one token a row.
-
-    Attributes:
-        tokens: One a row.
-        logprobs: One a row, or None when no row has any.
-        read: The columns after the ids that need not be decoded any more.
-        cut: Those before the tail.
-    """
-
-    tokens: array[int]
-    logprobs: array[float] | None
-    read: Span
-    cut: Span
+_Single: TypeAlias = "tuple[array[int], array[float] | None, Span, Span]"
+"""What has been read, without decoding it, of a batch of one token a row: tokens; logprobs, if
+there are any; which columns after the ids need not be decoded any more, and which before the
+tail."""
 
 
 class TokenSpeedDecoder:
@@ -269,7 +259,7 @@ def _find_single(data: bytes, shape: Shape, known: KnownRows, cut: Span) -> _Sin
     read = start, end, 1
     if known.again and data.startswith(known.again, end):
         read = start, end + len(known.again), _ALL_AGAIN
-    return _Single(tokens, logprobs, read, cut)
+    return tokens, logprobs, read, cut
 
 
 def _unpack_large(

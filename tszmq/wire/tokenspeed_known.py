@@ -14,7 +14,6 @@ __all__ = [
     "CUT_ZEROS",
     "HEADER",
     "LARGE",
-    "MAX_TAIL",
     "KnownRows",
     "Shape",
     "Span",
@@ -27,12 +26,12 @@ HEADER = 3
 """How many it has then."""
 CUT_ZEROS = 3
 """Columns that are cut when nothing was cached: cached tokens, and the two of logprobs."""
-MAX_TAIL = 5 * 9
-"""Bytes after the columns: five integers at their widest."""
 Span = tuple[int, int, int]
 """Columns that are neighbours in a message: where they start, where they end, how many."""
+_MAX_TAIL = 5 * 9  # bytes after the columns: five integers at their widest
 _STREAK = 3  # batches with the same rows after which the next is expected to have them, too
-_BOOLS = b"\xc2\xc3"
+_FALSE, _TRUE = 0xC2, 0xC3  # as they are on the wire
+_BOOLS = bytes([_FALSE, _TRUE])
 
 
 @attrs.define(eq=False, slots=True)
@@ -73,11 +72,11 @@ class Shape:
         return len(data), len(data), 0
 
     def find(self, data: bytes, ending: bytes) -> int:
-        """Where the columns end with this, with at most ``MAX_TAIL`` bytes behind; -1 when they
+        """Where the columns end with this, with at most ``_MAX_TAIL`` bytes behind; -1 when they
         do not."""
         at = len(data) - self.tail - len(ending)
         if at <= 0 or not data.startswith(ending, at):
-            at = data.find(ending, max(0, len(data) - len(ending) - MAX_TAIL))
+            at = data.find(ending, max(0, len(data) - len(ending) - _MAX_TAIL))
             if at >= 0:
                 self.tail = len(data) - at - len(ending)
         return at
@@ -96,9 +95,9 @@ def hides_a_bool(data: bytes, headers: bytes, *numbers: array[int]) -> bool:
         headers: What else in it may have such bytes.
         numbers: The numbers in it.
     """
-    suspects = len(data) - len(data.translate(None, _BOOLS))
-    if not suspects:
+    if _FALSE not in data and _TRUE not in data:
         return False
+    suspects = len(data) - len(data.translate(None, _BOOLS))
     known = headers + b"".join(numbers)
     return suspects != len(known) - len(known.translate(None, _BOOLS))
 
