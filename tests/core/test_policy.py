@@ -195,18 +195,29 @@ class Broken(LeastLoaded):
 
 
 def test_a_policy_that_cannot_judge_an_engine_leaves_nothing_half_done():
-    """The engine's own in-flight count stands in; places are taken and given back."""
+    """Places that are taken are given back; whoever submits hears of it, until it can again."""
     policy = Broken()
     place = Place(2, policy=policy)
-    policy.armed = True
-    requests = [place.request() for _ in range(4)]
-    for request in requests:
+    placed = [place.request() for _ in range(3)]
+    for request in placed[:2]:
         assert place.flights.admit(request, None, 1.0, request.gate)
-    assert [request.engine_index for request in requests] == [0, 1, 0, 1]
-    for request in requests:
+    policy.armed = True
+    pinned = placed[2]
+    assert place.flights.admit(pinned, 1, 1.0, pinned.gate)  # nothing has to be scored for it
+    refused = place.request()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a bug of the caller's"):
+            place.flights.admit(refused, None, 1.0, refused.gate)
+        place.check()
+    for request in placed:
         assert place.flights.withdraw(request, ABORTED, 2.0)
     place.check()
     assert [place.flights.routing.inflight(index) for index in (0, 1)] == [0, 0]
+    policy.armed = False
+    later = [place.request() for _ in range(4)]
+    for request in later:
+        assert place.flights.admit(request, None, 3.0, request.gate)
+    assert [place.flights.routing.inflight(index) for index in (0, 1)] == [2, 2]
 
 
 def test_a_policy_that_fails_for_a_request_takes_no_place():

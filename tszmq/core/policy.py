@@ -1,7 +1,8 @@
 """How an engine is chosen: a pure score of an engine, lowest wins.
 
 A policy sees an engine through ``EngineView`` and a request through ``RequestView``; it runs
-under the lock of the state that owns them, so it computes and does nothing else.
+under the lock of the state that owns them, so it computes and does nothing else. What it raises
+is raised to whoever submits a request.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ cut off after that, whether or not it still finds the id.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 from tszmq.checks import shown
@@ -81,6 +82,7 @@ class RoutingState:
         self._engines: dict[int, _Engine] = {}
         self._alive: list[int] = []  # indices of living engines, in order
         self._scores: list[float] = []  # beside _alive, kept while the policy allows it
+        self._unscored = False  # the policy failed for one of them
         self._turn = 0
 
     # -- engines
@@ -124,8 +126,9 @@ class RoutingState:
         try:
             return self._policy.score(engine, None)
         except Exception:
-            # A policy of the caller's: what it cannot judge it must not leave half released.
-            return engine.num_inflight
+            # A caller's policy must leave nothing half released: whoever chooses next hears of it.
+            self._unscored = True
+            return math.inf
 
     # -- requests
 
@@ -143,6 +146,7 @@ class RoutingState:
         Raises:
             InvalidRank: The pin names an engine that does not exist.
             EngineDead: The pin names a dead one, or every engine is dead.
+            Exception: What the policy raises.
         """
         index = self.choose(prompt_tokens, pinned)
         self.place(index, request_id, prompt_tokens)
@@ -162,10 +166,13 @@ class RoutingState:
             return self._check_pin(pinned)
         if not self._alive:
             raise all_dead()
-        scores = self._scores
         if self._policy.uses_request:
-            request = RequestView(prompt_tokens, pinned)
-            scores = [self._policy.score(self._engines[i], request) for i in self._alive]
+            scores = self._score_all(RequestView(prompt_tokens, pinned))
+        else:
+            if self._unscored:
+                self._scores = self._score_all(None)
+                self._unscored = False
+            scores = self._scores
         count = len(scores)
         start = self._turn % count
         position = self._policy.pick(scores, start)
@@ -173,6 +180,9 @@ class RoutingState:
         # would get that one's share as well as its own.
         self._turn = position + 1
         return self._alive[position]
+
+    def _score_all(self, request: RequestView | None) -> list[float]:
+        return [self._policy.score(self._engines[index], request) for index in self._alive]
 
     def _check_pin(self, pinned: int) -> int:
         engine = self._engines.get(pinned)
