@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import time
 
+import attrs
+
 from tszmq.checks import MAX_TOKENS, shown
 from tszmq.core.ids import WireIds
 from tszmq.core.request import Group, Request, Wakeable
@@ -94,6 +96,8 @@ class Preparer:
             params = _DEFAULT_PARAMS
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+        if params.logit_bias is not None:
+            params = attrs.evolve(params)  # a dict may have changed since it was checked
         if label is not None and not isinstance(label, str):
             raise TypeError(f"request_id must be a str, got {type(label).__name__}")
         if label is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,29 @@ def check_refused(call: Callable[[], object], error: type[Exception], text: str)
         call()
     assert caught.type is error
     assert len(str(caught.value)) < LONGEST_TEXT
+
+
+# --- what changes after it was checked -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("token", "bias", "error", "text"),
+    [
+        (5, math.nan, tszmq.InvalidRequest, "finite"),
+        (5, "much", TypeError, "numbers"),
+        ("x", 1.0, TypeError, "ints"),
+        (-1, 1.0, tszmq.InvalidRequest, "got -1"),
+    ],
+)
+def test_a_bias_is_checked_again_when_it_is_used(shared_client, token, bias, error, text):
+    """The mapping in the parameters is a dict, which anybody can still change."""
+    client, _ = shared_client
+    params = SamplingParams(logit_bias={5: 1.0})
+    params.logit_bias[token] = bias
+    for call in (client.generate, client.stream):
+        check_refused(lambda call=call: call([1], params), error, text)
+    check_refused(lambda: list(client.generate_many([[1]], params)), error, text)
+    assert inflight(client) == [0]
 
 
 # --- numbers -------------------------------------------------------------------------------
