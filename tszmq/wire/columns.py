@@ -8,20 +8,40 @@ from __future__ import annotations
 
 import sys
 from array import array
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 __all__ = ["FLOAT_ROW", "single_floats", "single_ints"]
 
 FLOAT_ROW = 10
 """Bytes of a row that holds a float of 64 bits."""
 _N = TypeVar("_N", int, float)
-_WIDE = 6  # bytes of a row that holds an int of 32 bits
 _MOST_NARROW = 6  # one in so many rows may be below 128, or decoding them is quicker
 
-# What precedes the value in a row of one int, and what makes such a row six bytes long.
-_INT16, _INT16_WIDE = b"\x91\xcd", b"\x91\xce\0\0"
-_INT8, _INT8_WIDE = b"\x91\xcc", b"\x91\xce\0\0\0"
-_TINY_WIDE = b"\x91\xce\0\0\0"  # in place of 0x91: the value is all that follows it
+
+class _Form(NamedTuple):
+    """What a column of ints is made: a table, all rows of which start in the same way.
+
+    Attributes:
+        width: Bytes of a row.
+        start: The first of them, one by one.
+        replacements: What makes longer rows as wide, those that are usual first.
+        tiny: In place of 0x91, where the value is all that follows it.
+    """
+
+    width: int
+    start: tuple[bytes, ...]
+    replacements: tuple[tuple[bytes, bytes], ...]
+    tiny: bytes
+
+
+_INT32 = b"\x91\xce"  # starts a row that no narrow table has
+_NARROW = _Form(4, (b"\x91", b"\xcd"), ((b"\x91\xcc", b"\x91\xcd\0"),), b"\x91\xcd\0")
+_WIDE = _Form(
+    6,
+    (b"\x91", b"\xce", b"\0"),
+    ((b"\x91\xcd", b"\x91\xce\0\0"), (b"\x91\xcc", b"\x91\xce\0\0\0")),
+    b"\x91\xce\0\0\0",
+)
 
 # Kinds of bytes: the start of a row, a value below 128, and others.
 _KINDS = bytes(ord("[") if b == 0x91 else ord("n") if b < 0x80 else ord(" ") for b in range(256))
@@ -31,12 +51,13 @@ _TINY = b"[n"
 def single_ints(column: bytes, rows: int) -> array[int] | None:
     """The ints of a column of one int a row.
 
-    Each row is made six bytes long by replacing bytes: ``91 cd hh ll`` by ``91 ce 00 00 hh ll``.
-    Such a sequence may also stand in the middle of a value, where replacing it is wrong. So
-    what counts is the result: every six bytes have to start with ``91 ce 00``. No wrong
-    replacement gives that: what it wrote starts with ``91 ce 00`` as well, and these bytes fit
-    into a row of this form only at its start, or as its last three; in that case the zero that
-    is always written after them would be where the next row starts.
+    Each row is made as wide as all others by replacing bytes: ``91 cc xx`` by ``91 cd 00 xx``,
+    or, where some may need 32 bits, ``91 cd hh ll`` by ``91 ce 00 00 hh ll`` and so on. Such a
+    sequence may also stand in the middle of a value, where replacing it is wrong. So what counts
+    is the result: every row has to start with ``91 cd``, or ``91 ce 00``. No wrong replacement
+    gives that: the first one stands in the middle of a row. What it wrote starts in the same way
+    and goes on with a zero, and fits there only at the row's very end; then that zero would be
+    where the next row starts.
 
     Args:
         column: Without its header.
@@ -46,40 +67,48 @@ def single_ints(column: bytes, rows: int) -> array[int] | None:
         Ints in [0, 2**24), one a row. None when the column is something else, or is not worth
         reading in this way.
     """
-    size = rows * _WIDE
-    table = column.replace(_INT16, _INT16_WIDE)
-    if len(table) != size:
-        table = table.replace(_INT8, _INT8_WIDE)
-        if len(table) != size:
-            if not size > len(table) > size - rows * (_WIDE - 2) // _MOST_NARROW:
-                return None
-            table = _widen_tiny(table)
-    if (
-        len(table) != size
-        or table[::_WIDE] != b"\x91" * rows
-        or table[1::_WIDE] != b"\xce" * rows
-        or table[2::_WIDE] != bytes(rows)
-    ):
+    form = _WIDE if _INT32 in column else _NARROW
+    table = _widened(column, rows, form)
+    if table is None:
         return None
+    width, start = form.width, form.start
+    for at, byte in enumerate(start):
+        if table[at::width] != byte * rows:
+            return None
     packed = bytearray(rows * 4)
-    for at in (1, 2, 3):
-        packed[at::4] = table[at + 2 :: _WIDE]
+    for at in range(len(start), width):
+        packed[at + 4 - width :: 4] = table[at::width]
     return _from_network(array("I"), packed)
 
 
-def _widen_tiny(table: bytes) -> bytes:
-    """Rows of two bytes, which stand among rows of six, made as long as these."""
+def _widened(column: bytes, rows: int, form: _Form) -> bytes | None:
+    """The column as a table of this size; None when it cannot be that."""
+    size = rows * form.width
+    table = column
+    for old, new in form.replacements:
+        if len(table) != size:
+            table = table.replace(old, new)
+    if len(table) == size:
+        return table
+    if not size > len(table) > size - rows * (form.width - 2) // _MOST_NARROW:
+        return None
+    table = _widen_tiny(table, form)
+    return table if len(table) == size else None
+
+
+def _widen_tiny(table: bytes, form: _Form) -> bytes:
+    """Rows of two bytes, which stand among others, made as wide as these."""
     kinds = table.translate(_KINDS)
     parts = []
     start = row = 0
     at = kinds.find(_TINY)
     while at >= 0:
-        if (at - row) % _WIDE == 0:  # else it is in the middle of a value
+        if (at - row) % form.width == 0:  # else it is in the middle of a value
             parts.append(table[start:at])
             start, row = at + 1, at + 2
         at = kinds.find(_TINY, at + 1)
     parts.append(table[start:])
-    return _TINY_WIDE.join(parts)
+    return form.tiny.join(parts)
 
 
 def single_floats(column: bytes, rows: int) -> array[float] | None:
