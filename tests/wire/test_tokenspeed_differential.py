@@ -283,7 +283,7 @@ def test_what_is_repeated_is_taken_from_the_last_batch() -> None:
         decoder = TokenSpeedDecoder()
         batches = [decoder.decode([pack(many(step, cached=[cached] * 130))]) for step in range(8)]
         assert batches[7].prompt_tokens is batches[6].prompt_tokens
-        assert batches[1].prompt_tokens is not batches[0].prompt_tokens
+        assert batches[1].prompt_tokens is batches[0].prompt_tokens
         tokens = [batch.rows_of_tokens()[0] for batch in batches]
         assert tokens == [[step] for step in range(8)]
 
@@ -387,7 +387,21 @@ def test_rows_that_join_are_not_taken_for_granted(kind: str, ended: bool) -> Non
     assert None not in agree([*before, pack(usual)])
     for column in range(1, 9):
         for row in (17, 18, 19):
-            for item in (None, True, 7, "x", b"x", [], [7], ["x"], [0.5], {}, {"a": 1}, 2**32):
+            for item in (
+                None,
+                True,
+                7,
+                "x",
+                b"x",
+                b"x" * 26,
+                [],
+                [7],
+                ["x"],
+                [0.5],
+                {},
+                {"a": 1},
+                2**32,
+            ):
                 values = [*usual[:column], list(usual[column]), *usual[column + 1 :]]
                 values[column][row] = item
                 agree([*before, pack(values), before[-1]])
@@ -409,10 +423,26 @@ def test_the_quick_way_is_taken(
 ) -> None:
     """Also where the number of rows looks like a bool. Else it is not worth having."""
     before, values = series(kind, rows, joined, ended=True)
-    messages = [*before, pack(values)]
+    left = KINDS[kind](rows + joined, 6)
+    left[1:9] = [[column[0], *column[2:]] for column in left[1:9]]
+    messages = [*before, pack(values), *([pack(left)] if len(left[1]) >= 16 else [])]
+    check_quick(messages[:1], messages[1:], monkeypatch)
+
+
+def test_the_quick_way_is_taken_again_after_other_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine may count them anew."""
+    anew = [pack(rows_of(20, step, prompt=[7 * row for row in range(20)])) for step in range(3)]
+    check_quick([pack(rows_of(20, 0)), anew[0]], anew[1:], monkeypatch)
+
+
+def check_quick(
+    before: list[bytes], messages: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After those, these are read right, and neither plainly nor row by row."""
     expected = [outcome(read_batch, message) for message in messages]
     decoder = TokenSpeedDecoder()
-    decoder.decode([messages[0]])
+    for message in before:
+        decoder.decode([message])
     long_ways = (
         ("tszmq.wire.tokenspeed_decoder.read_batch", lambda _: pytest.fail("plainly")),
         (

@@ -44,15 +44,15 @@ _PLACEHOLDERS = [[PLACEHOLDER] * columns for columns in range(7)]
 _MOST_KNOWN = 64  # engines are remembered
 _MOST_ROWS = 10_000  # of each: bounds what a broken one can make us keep
 _COLUMNS = 7  # after the ids
-_ALL_AGAIN = 3  # of them: tokens, and what follows them and is the same again
+_COUNTS_AND_ON = 4  # of them: those after the prompt tokens
 # What the steps below raise on a message that is not the usual one.
 _UNUSUAL = (DecodeError, TypeError, ValueError, OverflowError, AttributeError)
 
 
-_Single: TypeAlias = "tuple[array[int], array[float] | None, Span, Span]"
-"""What has been read, without decoding it, of a batch of one token a row: tokens; logprobs, if
-there are any; which columns after the ids need not be decoded any more, and which before the
-tail."""
+_Single: TypeAlias = "tuple[array[int], array[float] | None, int, tuple[int, int], int, Span]"
+"""What is known of a batch of one token a row without decoding it: its tokens; logprobs, if
+there are any; where the tokens start; where finish reasons start and end, if any is of a request
+that ends; where the known rows' prompt tokens end; columns before the tail that are not needed."""
 
 
 class TokenSpeedDecoder:
@@ -115,7 +115,7 @@ class TokenSpeedDecoder:
         if known and single:
             batch = self._read_single(data, shape, known, single)
         else:
-            values = _unpack_large(data, shape, known, None, cut)
+            values = _unpack_large(data, shape, known, cut)
             start = _IDS + len(known.ids if known else "".join(values[1]))
             headers = shape.header[1:] * _COLUMNS
             batch = self._read_rows(values, not cut[2], data[start:], headers, shape.zeros)
@@ -127,14 +127,13 @@ class TokenSpeedDecoder:
         self, data: bytes, shape: Shape, known: KnownRows, single: _Single
     ) -> EngineBatch | None:
         """One that starts with known rows, and has one token in each, with a logprob or not."""
-        tokens, logprobs, read, cut = single
-        values = _unpack_large(data, shape, known, read, cut)
-        if read[2] == _ALL_AGAIN:
-            values[3:5] = known.reasons, known.prompt
-        counts, others = _numbers(values, shape.zeros, known.prompt)
-        numbers = data[read[1] : cut[0]] + data[cut[1] :]
-        headers = shape.header[1:] * (_COLUMNS - read[2] - cut[2])
-        if hides_a_bool(numbers, headers, counts, others):
+        tokens, logprobs, _, _, prompts_end, (stop, tail, left_out) = single
+        values, joined = _unpack_single(data, shape, known, single)
+        cached = values[6]
+        unseen = [joined, values[9:]] if cached is shape.zeros else [joined, cached, values[9:]]
+        counts, others = _numbers(values[5], unseen)
+        headers = shape.header[1:] * (_COUNTS_AND_ON - left_out)
+        if hides_a_bool(data[prompts_end:stop] + data[tail:], headers, counts, others):
             return None
         return self._batch(values, OneEach(tokens, counts.tobytes(), logprobs), shape.rows)
 
@@ -161,7 +160,9 @@ class TokenSpeedDecoder:
         # Ints in [0, 2**32), or bools: fromlist takes no other items, in no other row than a list.
         new = array("I")
         any(map(new.fromlist, tokens))
-        counts, others = _numbers(values, zeros, None)
+        prompt, completion, cached = values[4:7]
+        unseen = [prompt, values[9:]] if cached is zeros else [prompt, cached, values[9:]]
+        counts, others = _numbers(completion, unseen)
         floats = None
         if scored:
             floats = _floats(logprobs, logprob_ids, tokens)
@@ -187,7 +188,7 @@ class TokenSpeedDecoder:
         if not len(reasons) == len(prompt) == len(completion) == len(cached) == rows:
             return None
         finished: Sequence[int] = ()
-        if reasons.count(RUNNING) != rows:
+        if reasons is not self._shape.reasons and reasons.count(RUNNING) != rows:
             "".join(reasons)  # proves str
             finished = list(compress(count(), reasons))
         if tail != self._tail:
@@ -209,18 +210,18 @@ class TokenSpeedDecoder:
 
     def _remember(self, known: KnownRows | None, batch: EngineBatch) -> None:
         """The rows that the next batch is likely to start with: those of this one that go on."""
-        rids = batch.request_ids
+        rids, prompt = batch.request_ids, batch.prompt_tokens or []
         if known is None:
             if not LARGE <= len(rids) <= _MOST_ROWS:
                 return
             if len(self._known) >= _MOST_KNOWN:
                 del self._known[next(iter(self._known))]  # what was noted first goes first
-            known = KnownRows.of(rids)
+            known = KnownRows.of(rids, prompt)
             self._known[known.ids[:_KEY]] = known
         elif rids is not known.rids:
-            known.join(rids, rids[len(known.rids) :])
-        elif batch.prompt_tokens is not known.prompt and not batch.finished:
-            known.come_again(batch.finish_reasons, batch.prompt_tokens or [])
+            known.join(rids, rids[len(known.rids) :], prompt)
+        elif prompt is not known.prompt:
+            known.note_prompt(prompt)
         if batch.finished:
             self._known.pop(known.ids[:_KEY], None)
             if known.drop(batch.finished):
@@ -256,15 +257,65 @@ def _find_single(data: bytes, shape: Shape, known: KnownRows, cut: Span) -> _Sin
         if logprobs is None:
             return None
         cut = first, ids + len(column), 2
-    read = start, end, 1
-    if known.again and data.startswith(known.again, end):
-        read = start, end + len(known.again), _ALL_AGAIN
-    return tokens, logprobs, read, cut
+    reasons, prompts = end, header + known.prompts
+    if data.startswith(shape.running, end):
+        reasons = end = end + len(shape.running)
+    else:
+        end = data.find(prompts, end + HEADER + rows)
+    if end < 0 or not data.startswith(prompts, end):
+        return None
+    return tokens, logprobs, start, (reasons, end), end + len(prompts), cut
 
 
-def _unpack_large(
-    data: bytes, shape: Shape, known: KnownRows | None, read: Span | None, cut: Span
-) -> list[Any]:
+def _unpack_single(
+    data: bytes, shape: Shape, known: KnownRows, single: _Single
+) -> tuple[list[Any], list[int]]:
+    """The values of a batch that starts with known rows and has one token in each. Tokens, and
+    what is known, are not decoded again.
+
+    Returns:
+        The values, but for the tokens; and the prompt tokens of rows that are new.
+
+    Raises:
+        DecodeError: As ``_unpack_large``.
+    """
+    _, _, start, (reasons, prompts), prompts_end, (stop, tail, holes) = single
+    joined, ids = shape.rows - len(known.rids), _IDS + len(known.ids)
+    running = reasons == prompts
+    values: list[Any] = unpack_pieces(
+        (
+            _head(_ELEMENTS + 2 * joined) if joined else _HEAD,
+            HOLE,
+            data[ids:start],
+            _HOLES[1 + running],
+            data[reasons:prompts],
+            HOLE,
+            data[prompts_end:stop],
+            _HOLES[holes],
+            data[tail:],
+        )
+    )
+    at = 2 + joined
+    new_rids, between, new_prompt = (
+        values[2:at],
+        values[at : at + 3],
+        values[at + 3 : at + 3 + joined],
+    )
+    values[1 : at + 3 + joined] = [
+        known.rids + new_rids if joined else known.rids,
+        None,
+        shape.reasons if running else between.pop(1),
+        known.prompt + new_prompt if joined else known.prompt,
+    ]
+    "".join(new_rids)  # proves str
+    if between + values[9 - holes : 9] != _PLACEHOLDERS[2 + running + holes]:
+        raise DecodeError("what was left out is something else")
+    if holes == CUT_ZEROS:
+        values[6] = shape.zeros
+    return values, new_prompt
+
+
+def _unpack_large(data: bytes, shape: Shape, known: KnownRows | None, cut: Span) -> list[Any]:
     """The values of a batch of 16 rows or more.
 
     Columns that hold nothing are cut out before decoding: empty logprobs are two lists a row,
@@ -275,35 +326,24 @@ def _unpack_large(
         data: The message.
         shape: Of its columns.
         known: The rows that it starts with, if any.
-        read: The columns after the ids that need not be decoded, if any.
-        cut: Those before the tail.
+        cut: The columns before its tail that hold nothing.
 
     Raises:
         DecodeError: It is not one whole message, or something left out is not where it should be.
     """
     stop, tail, holes = cut
-    joined = again = 0
     if known is None:
         values: list[Any] = unpack_pieces((data[:stop], _HOLES[holes], data[tail:]))
     else:
         joined = shape.rows - len(known.rids)
         ids = _IDS + len(known.ids)
-        start, end, again = read or (ids, ids, 0)
         values = unpack_pieces(
-            (
-                _head(_ELEMENTS + joined) if joined else _HEAD,
-                HOLE,
-                data[ids:start],
-                _HOLES[again],
-                data[end:stop],
-                _HOLES[holes],
-                data[tail:],
-            )
+            (_head(_ELEMENTS + joined), HOLE, data[ids:stop], _HOLES[holes], data[tail:])
         )
         new = values[2 : 2 + joined]
         "".join(new)  # proves str
         values[1 : 2 + joined] = [known.rids + new if joined else known.rids]
-    if values[2 : 2 + again] + values[9 - holes : 9] != _PLACEHOLDERS[again + holes]:
+    if values[9 - holes : 9] != _PLACEHOLDERS[holes]:
         raise DecodeError("what was left out is something else")
     if holes == CUT_ZEROS:
         values[6] = shape.zeros
@@ -316,26 +356,15 @@ def _head(elements: int) -> bytes:
     return b"\xdc" + elements.to_bytes(2, "big") + _HEAD[1:]
 
 
-def _numbers(
-    values: list[Any], zeros: list[int] | None, known: list[int] | None
-) -> tuple[array[int], array[int]]:
-    """The counts of a batch's rows, and its other numbers but tokens.
-
-    Args:
-        values: Its elements.
-        zeros, known: Cached tokens and prompt tokens that need no checking.
+def _numbers(completion: list[int], unseen: Iterable[list[int]]) -> tuple[array[int], array[int]]:
+    """The counts of a batch's rows, and its other numbers that have to be looked at.
 
     Raises:
         TypeError, OverflowError: One of them is no int in [0, 2**32), nor a bool.
     """
-    prompt, completion, cached = values[4:7]
     counts, others = array("I"), array("I")
     counts.fromlist(completion)
-    others.fromlist(values[9:])
-    if prompt is not known:
-        others.fromlist(prompt)
-    if cached is not zeros:
-        others.fromlist(cached)
+    any(map(others.fromlist, unseen))
     return counts, others
 
 

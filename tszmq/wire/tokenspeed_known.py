@@ -9,6 +9,7 @@ import attrs
 
 from tszmq.codec import pack
 from tszmq.removal import remove_rows, without_rows
+from tszmq.wire.base import RUNNING
 
 __all__ = [
     "CUT_ZEROS",
@@ -29,7 +30,6 @@ CUT_ZEROS = 3
 Span = tuple[int, int, int]
 """Columns that are neighbours in a message: where they start, where they end, how many."""
 _MAX_TAIL = 5 * 9  # bytes after the columns: five integers at their widest
-_STREAK = 3  # batches with the same rows after which the next is expected to have them, too
 _FALSE, _TRUE = 0xC2, 0xC3  # as they are on the wire
 _BOOLS = bytes([_FALSE, _TRUE])
 
@@ -41,6 +41,8 @@ class Shape:
     Attributes:
         header: Of each column.
         rows: How many it has.
+        running: The finish reasons, when no request ends.
+        reasons: The same as values, for everybody to read.
         empty: Both logprob columns, when nobody asked for logprobs.
         zeros_and_empty: The cached tokens before them, when nothing was cached; and these.
         zeros: Those cached tokens, for everybody to read.
@@ -49,6 +51,8 @@ class Shape:
 
     header: bytes
     rows: int
+    running: bytes
+    reasons: list[str]
     empty: bytes
     zeros_and_empty: bytes
     zeros: list[int]
@@ -59,7 +63,9 @@ class Shape:
         """Of the columns with this header, three bytes long."""
         rows = int.from_bytes(header[1:], "big")
         empty = (header + b"\x90" * rows) * 2
-        return cls(header, rows, empty, header + bytes(rows) + empty, [0] * rows)
+        running = header + pack(RUNNING) * rows
+        zeros_and_empty = header + bytes(rows) + empty
+        return cls(header, rows, running, [RUNNING] * rows, empty, zeros_and_empty, [0] * rows)
 
     def cut(self, data: bytes) -> Span:
         """The last columns before a message's tail, as far as they hold nothing."""
@@ -110,52 +116,52 @@ class KnownRows:
         rids: Their ids, as values.
         ids: As they are on the wire.
         size: Bytes of each there; 0 when they differ.
-        reasons, prompt: Their finish reasons and prompt tokens, once these are expected again.
-        again: The same on the wire, where they are neighbours; empty until then.
+        prompt: Their prompt tokens, as values.
     """
 
     rids: list[str]
     ids: bytes
     size: int
-    reasons: list[str] | None = None
-    prompt: list[int] | None = None
-    again: bytes = b""
-    _times: int = 0
+    prompt: list[int]
+    _prompts: bytes = b""
 
     @classmethod
-    def of(cls, rids: list[str]) -> KnownRows:
+    def of(cls, rids: list[str], prompt: list[int]) -> KnownRows:
         """Of a large batch."""
         ids = pack(rids)[HEADER:]
         same = set(map(len, rids)) == {len(rids[0])} and "".join(rids).isascii()
-        return cls(rids, ids, len(pack(rids[0])) if same else 0)
+        return cls(rids, ids, len(pack(rids[0])) if same else 0, prompt)
 
-    def come_again(self, reasons: list[str], prompt: list[int]) -> None:
-        """A batch had just these rows, with this beside them, which may come again, too."""
-        self._times += 1
-        if self._times >= _STREAK:
-            self._forget()
-            self.reasons, self.prompt = reasons, prompt
-            self.again = pack(reasons) + pack(prompt)
+    @property
+    def prompts(self) -> bytes:
+        """Their prompt tokens as they are on the wire."""
+        if not self._prompts:
+            self._prompts = pack(self.prompt)[HEADER:]
+        return self._prompts
 
-    def _forget(self) -> None:
-        self._times, self.again, self.prompt = 0, b"", None
+    def note_prompt(self, prompt: list[int]) -> None:
+        """A batch had these beside the rows."""
+        self.prompt = prompt
+        self._prompts = b""
 
-    def join(self, rids: list[str], joined: list[str]) -> None:
+    def join(self, rids: list[str], joined: list[str], prompt: list[int]) -> None:
         """The rows are these, the last of which have joined."""
-        self._forget()
         ids = list(map(pack, joined))
         if set(map(len, ids)) != {self.size}:
             self.size = 0
         self.ids += b"".join(ids)
         self.rids = rids
+        self.note_prompt(prompt)
 
     def drop(self, ended: Sequence[int]) -> bool:
         """Leave those rows out; False when that cannot be done, or leaves no large batch."""
-        self._forget()
         size = self.size
         if not size or len(self.rids) - len(ended) < LARGE:
             return False
-        self.rids = list(self.rids)  # batches have the other
-        remove_rows(self.rids, ended)
         self.ids = without_rows(self.ids, size, ended)
+        rids, prompt = list(self.rids), list(self.prompt)  # batches have the others
+        remove_rows(rids, ended)
+        remove_rows(prompt, ended)
+        self.rids = rids
+        self.note_prompt(prompt)
         return True
