@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import struct
+import tracemalloc
 from typing import Any
 from unittest import mock
 
 import attrs
 import ormsgpack
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -216,6 +218,20 @@ def test_scored_rows_with_an_element_replaced(
         parent = parent[key]
     parent[last] = value
     agree([packed(message)])
+
+
+@pytest.mark.parametrize("width", [b"x" * 1000, "x" * 1000, [1] * 1000, True, 1.5, None, -1])
+def test_a_width_that_is_no_number_is_not_multiplied(width: Any) -> None:
+    """By the number of tokens it would be much more than the message."""
+    tokens = tuple(range(10_000))
+    message = [packed([0, [scored([len(tokens), width], b"", None, tokens=tokens)]])]
+    tracemalloc.start()
+    try:
+        assert decode(message) is None
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 50 * len(message[0])
 
 
 # -- registrations ------------------------------------------------------------------------

@@ -122,7 +122,6 @@ class _Receiver:
         self._sources = Attribution()
         self._unreadable: dict[int, int] = {}  # fd -> messages in a row
         self._warnings = 0
-        self._strangers = 0
         self._max_bytes = 1 << 20
 
     def run(self) -> None:

@@ -77,10 +77,10 @@ def _read_small(values: Sequence[Any], counts: Sequence[int]) -> _Table | None:
     try:
         ids, logprobs = zip(*map(_first_two, values), strict=True)
         width = logprobs[0][1][1]
-        shapes = [[count, width] for count in counts]
-        sizes = [_ITEM * width * count for count in counts]
         if type(width) is not int or width < 1 or min(map(len, values)) < _SHORTEST:
             return None
+        shapes = [[count, width] for count in counts]
+        sizes = [_ITEM * width * count for count in counts]
         raw_ids = _joined(ids, "<i4", shapes, sizes)
         raw = _joined(logprobs, "<f4", shapes, sizes)
     except _UNUSUAL:
