@@ -138,6 +138,7 @@ class _Batch:
         self._held: tuple[Request, list[bytes]] | None = None  # prepared, no place yet
         self._queued = False  # the ticket may be in the queue, or granted a place
         self._exhausted = False
+        self._cut_off: Exception | None = None  # why prompts may be left that nobody counted
         self._pulled = 0
         self._done = 0
 
@@ -154,7 +155,9 @@ class _Batch:
                     yield from self._settle()
                     continue
                 if self._exhausted and not self._unfinished and self._held is None:
-                    return
+                    if self._cut_off is None or not self._finds_more(self._cut_off):
+                        return
+                    continue
                 if not self._wait():
                     self._expire()
                 self._collect()
@@ -205,7 +208,7 @@ class _Batch:
                 position=index,
             )
         except (TszmqError, TypeError) as error:
-            if isinstance(prompt, int):
+            if hasattr(prompt, "__index__") and not hasattr(prompt, "__len__"):
                 error.add_note("each prompt is a sequence of token ids; for one, call generate")
             self._fail(index, error)
         return True
@@ -320,7 +323,20 @@ class _Batch:
         assert timeout is not None
         withdraw_all(self._session, list(self._unfinished.values()), deadline_passed(timeout))
         text = f"the batch's timeout of {timeout} s passed before this prompt was sent"
+        if self._total is None and not self._exhausted:
+            self._cut_off = DeadlineExceeded(text)
         self._give_up_rest(lambda: DeadlineExceeded(text))
+
+    def _finds_more(self, error: Exception) -> bool:
+        """Whether a prompt was left, which gets the error: or the batch would look whole."""
+        self._cut_off = None
+        index, _ = next(self._prompts, (-1, None))
+        self._session.check_process()
+        if index < 0:
+            return False
+        self._pulled = index + 1
+        self._settled.append((index, error))
+        return True
 
     def _settle(self) -> Iterator[tuple[int, Any]]:
         """Hand out what has ended, or raise the first error."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 import tszmq
@@ -530,9 +531,10 @@ def test_the_first_error_says_which_prompt_it_is_about(client_and_engines):
         with pytest.raises(TypeError) as caught:
             call([[1], "x", [2]])
         assert caught.value.__notes__ == ["this is about prompts[1] of the call"]
-    with pytest.raises(TypeError) as caught:
-        client.generate_many([1, 2, 3])  # a prompt where prompts should be
-    assert any("a sequence of token ids" in note for note in caught.value.__notes__)
+    for prompt in ([1, 2, 3], np.array([1, 2, 3])):  # where prompts should be
+        with pytest.raises(TypeError) as caught:
+            client.generate_many(prompt)
+        assert any("a sequence of token ids" in note for note in caught.value.__notes__)
     eventually(lambda: engine.running == 0)
 
 
@@ -673,6 +675,65 @@ def test_batch_timeout_holds_while_nobody_asks(client_and_engines, kind):
         next(results)
     engine.expect_nothing()
     answer_one(client, engine)
+
+
+BATCHES = ["generate_many", "as_completed", "stream_many"]
+
+
+def one_by_one(client, engine, kind, prompts, answers, timeout, **options):
+    """How many items a batch has, and which errors, whose thread is slow: so many requests are
+    answered, and the deadline passes before another prompt is pulled."""
+    deadline = time.monotonic() + timeout
+
+    def be_late(*_):
+        eventually(lambda: time.monotonic() > deadline, timeout + PATIENCE)
+
+    def run():
+        call = getattr(client, kind)
+        if kind == "generate_many":  # its progress is the caller's code
+            options["progress"] = be_late
+            return call(prompts, SHORT, timeout=timeout, max_inflight=1, **options)
+        items = []
+        for _, item in call(prompts, SHORT, timeout=timeout, max_inflight=1, **options):
+            items.append(item)
+            be_late()
+        return items
+
+    batch = in_thread(run)
+    for _ in range(answers):
+        engine.tokens(engine.recv_add().rid, [10], "stop")
+    items = batch.result(timeout + PATIENCE)
+    errors = [item for item in items if isinstance(item, Exception)]
+    engine.expect_nothing()
+    assert inflight(client) == [0]
+    return len(items), errors
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_batch_timeout_is_told_where_nobody_knows_how_many_prompts_there_are(
+    client_and_engines, kind
+):
+    """Else a batch that the deadline cut short would look like a whole one."""
+    client, [engine] = client_and_engines()
+    prompts = Pulls([n + 1] for n in range(10))
+    count, [error] = one_by_one(client, engine, kind, prompts, 2, 2 * UNIT, errors="return")
+    assert count >= 3
+    assert type(error) is tszmq.DeadlineExceeded
+    assert error.partial is None
+    assert prompts.count == 3
+    with pytest.raises(tszmq.DeadlineExceeded) as caught:
+        one_by_one(client, engine, kind, endless(), 2, 2 * UNIT)
+    assert caught.value.__notes__ == ["this is about prompts[2] of the call"]
+    answer_one(client, engine)
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_a_batch_that_is_whole_before_its_timeout_is_no_error(client_and_engines, kind):
+    """Although its iterator is asked after that whether it is."""
+    client, [engine] = client_and_engines()
+    count, errors = one_by_one(client, engine, kind, Pulls([[1], [2]]), 2, 2 * UNIT)
+    assert count >= 2
+    assert errors == []
 
 
 def test_close_during_a_call_fills_the_places(client_and_engines):
