@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,6 +107,24 @@ def test_a_descriptor_that_is_no_socket_any_more(tmp_path: Path):
         assert local_host(file.fileno()) is None
         assert os.dup(file.fileno()) == free  # none is left open
         os.close(free)
+
+
+LOCK_PROBE = """
+import fcntl, sys
+with open(sys.argv[1], "r+") as file:
+    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+"""
+
+
+def test_a_file_that_took_the_descriptor_keeps_its_locks(tmp_path: Path):
+    """Those that a process loses as soon as it closes any descriptor of the file."""
+    path = tmp_path / "file"
+    with path.open("w") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        assert peer_pid(file.fileno()) == CLOSED
+        assert local_host(file.fileno()) is None
+        probe = subprocess.run([sys.executable, "-c", LOCK_PROBE, str(path)], capture_output=True)
+        assert b"BlockingIOError" in probe.stderr
 
 
 # --- connections -----------------------------------------------------------------------------

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 CLOSED = -1
 
 __all__ = ["CLOSED", "Attribution", "Connections", "inode", "local_host", "peer_pid"]
 
 
-def _duplicate(fd: int) -> socket.socket:
-    copy = os.dup(fd)
+@contextlib.contextmanager
+def _borrowed(fd: int) -> Iterator[socket.socket]:
+    """The socket with that descriptor, which somebody else has and closes.
+
+    Not a duplicate: the descriptor may be that of a file by now, and whoever closes a duplicate
+    of a file gives up the locks that the process has on it.
+    """
+    borrowed = socket.socket(fileno=fd)
     try:
-        return socket.socket(fileno=copy)
-    except BaseException:  # something else has that descriptor by now, which is no socket
-        os.close(copy)
-        raise
+        yield borrowed
+    finally:
+        borrowed.detach()
 
 
 def peer_pid(fd: int) -> int | None:
@@ -28,16 +34,16 @@ def peer_pid(fd: int) -> int | None:
         None where the kernel does not say, ``CLOSED`` for a connection that is gone.
 
     Args:
-        fd: A descriptor of libzmq's; it is not closed, and may be closed meanwhile.
+        fd: A descriptor of libzmq's, which may close it meanwhile.
     """
     option = getattr(socket, "SO_PEERCRED", None)
     if option is None:
         return None
     try:
-        with _duplicate(fd) as duplicate:
-            if duplicate.family != socket.AF_UNIX:
+        with _borrowed(fd) as connection:
+            if connection.family != socket.AF_UNIX:
                 return None
-            credentials = duplicate.getsockopt(socket.SOL_SOCKET, option, struct.calcsize("3i"))
+            credentials = connection.getsockopt(socket.SOL_SOCKET, option, struct.calcsize("3i"))
     except OSError:
         return CLOSED
     pid: int = struct.unpack("3i", credentials)[0]
@@ -47,10 +53,10 @@ def peer_pid(fd: int) -> int | None:
 def local_host(fd: int) -> str | None:
     """Our own address on a tcp connection: the one that its peer can reach us at."""
     try:
-        with _duplicate(fd) as duplicate:
-            if duplicate.family not in (socket.AF_INET, socket.AF_INET6):
+        with _borrowed(fd) as connection:
+            if connection.family not in (socket.AF_INET, socket.AF_INET6):
                 return None
-            host: str = duplicate.getsockname()[0]
+            host: str = connection.getsockname()[0]
     except OSError:
         return None
     return f"[{host}]" if ":" in host else host
