@@ -7,6 +7,7 @@ import pytest
 
 import tszmq.errors
 from tszmq.errors import (
+    ClientClosed,
     ConnectError,
     DeadlineExceeded,
     DecodeError,
@@ -29,7 +30,9 @@ PLAIN = [
     if "__init__" not in vars(getattr(tszmq.errors, name))
 ]
 EXAMPLES = [error("what happened") for error in PLAIN] + [
-    EngineDead("engine 3 is dead", 3, "its socket was closed"),
+    EngineDead("engine 3 is dead", 3, "its socket was closed", PARTIAL),
+    ClientClosed("the client was closed"),
+    ClientClosed("the client was closed", PARTIAL),
     EngineDead("every engine is dead"),
     DecodeError("engine 2 sent bytes that are no message", 2, "three in a row"),
     RequestRejected("refused", "prompt_too_long", retryable=True),
@@ -95,6 +98,7 @@ def test_attributes() -> None:
     assert (dead.engine_index, dead.reason) == (3, "its socket was closed")
     nobody = EngineDead("every engine is dead")
     assert (nobody.engine_index, nobody.reason) == (None, "every engine is dead")
+    assert nobody.partial is None
     rejected = RequestRejected("refused", "prompt_too_long", retryable=True)
     assert (rejected.code, rejected.retryable) == ("prompt_too_long", True)
     assert (RequestRejected("no").code, RequestRejected("no").retryable) == (None, False)

@@ -66,12 +66,20 @@ class EngineDead(TszmqError):
     Attributes:
         engine_index: The engine, or None when every engine is dead or none can be named.
         reason: What gave its death away.
+        partial: A ``Completion`` of what had come, or None when nothing was sent.
     """
 
-    def __init__(self, message: str, engine_index: int | None = None, reason: str = "") -> None:
+    def __init__(
+        self,
+        message: str,
+        engine_index: int | None = None,
+        reason: str = "",
+        partial: Completion | None = None,
+    ) -> None:
         super().__init__(message)
         self.engine_index = engine_index
         self.reason = reason or message
+        self.partial = partial
 
 
 class DecodeError(EngineDead):
@@ -82,7 +90,15 @@ class DecodeError(EngineDead):
 
 
 class ClientClosed(TszmqError):
-    """The client was closed before or during the call."""
+    """The client was closed before or during the call.
+
+    Attributes:
+        partial: A ``Completion`` of what had come, or None when nothing was sent.
+    """
+
+    def __init__(self, message: str, partial: Completion | None = None) -> None:
+        super().__init__(message)
+        self.partial = partial
 
 
 class ForkedClient(TszmqError):

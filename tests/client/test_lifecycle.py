@@ -15,7 +15,7 @@ import weakref
 import pytest
 
 import tszmq
-from tests.client_fixtures import answer_one, inflight
+from tests.client_fixtures import answer_one, inflight, partial_of
 from tests.mock_engine import PATIENCE, UNIT, eventually, in_thread, stays_true
 from tszmq import SamplingParams
 from tszmq.core.policy import RoundRobin
@@ -72,13 +72,23 @@ def test_close_many_times_and_from_many_threads(client_and_engines):
     address = client.endpoints.handshake
     waiting = in_thread(client.generate, [1])
     engine.recv_add()
-    closing = [in_thread(client.close) for _ in range(4)]
-    for call in closing:
-        assert call.result(PATIENCE) is None
-    client.close()
-    client.close(timeout=1)
-    with pytest.raises(tszmq.ClientClosed):
+    with client.stream([2]) as stream:
+        engine.tokens(engine.recv_add().rid, [5, 6])
+        assert next(stream).token_ids == [5, 6]
+        closing = [in_thread(client.close) for _ in range(4)]
+        for call in closing:
+            assert call.result(PATIENCE) is None
+        client.close()
+        client.close(timeout=1)
+        with pytest.raises(tszmq.ClientClosed) as caught:
+            next(stream)
+        assert partial_of(caught.value).token_ids == [5, 6]
+    with pytest.raises(tszmq.ClientClosed) as caught:
         waiting.result(PATIENCE)
+    assert partial_of(caught.value).token_ids == []
+    with pytest.raises(tszmq.ClientClosed) as caught:
+        client.generate([1])
+    assert caught.value.partial is None
     tszmq.Client.bind(address).close()
 
 

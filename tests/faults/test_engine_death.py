@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 import tszmq
-from tests.client_fixtures import answer_one, inflight
+from tests.client_fixtures import answer_one, inflight, partial_of
 from tests.mock_engine import (
     PATIENCE,
     UNIT,
@@ -119,6 +119,7 @@ def test_others_go_on_when_one_is_killed(client_and_engines, endpoints):
     with pytest.raises(tszmq.EngineDead) as caught:
         doomed.result(PATIENCE)
     assert caught.value.engine_index == 0
+    assert partial_of(caught.value).token_ids == [5]
     assert not other.done()
     engines[1].tokens(rid, [6])
     assert other.result(PATIENCE).token_ids == [6]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache, partial
 
 from tszmq.core.request import End, Request
@@ -20,6 +21,7 @@ from tszmq.wire.base import RowDetail
 
 __all__ = [
     "client_closed",
+    "closed_by",
     "deadline_passed",
     "ending",
     "engine_died",
@@ -73,6 +75,18 @@ def client_closed() -> TszmqError:
     return ClientClosed("the client was closed")
 
 
+def closed_by(error: Callable[[], TszmqError]) -> End:
+    """The client was closed, for that reason."""
+    return End(error=partial(_closed, error), abort=True)
+
+
+def _closed(error: Callable[[], TszmqError], partial_result: Completion) -> TszmqError:
+    closed = error()
+    if isinstance(closed, ClientClosed):
+        closed.partial = partial_result
+    return closed
+
+
 def deadline_passed(timeout: float) -> End:
     """The request's ``timeout``, in seconds, has passed."""
     return End(error=partial(_deadline_exceeded, timeout), abort=True)
@@ -99,6 +113,7 @@ def _engine_dead(
         "request had come",
         engine_index=index,
         reason=reason,
+        partial=partial_result,
     )
 
 
@@ -114,4 +129,5 @@ def _output_lost(index: int, partial_result: Completion) -> TszmqError:
         "and what was in transit is lost",
         engine_index=index,
         reason="its output connection was lost",
+        partial=partial_result,
     )

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
+from tszmq.core.endings import closed_by
 from tszmq.core.flights import Flights
 from tszmq.core.request import End, Request, Wakeable
 from tszmq.errors import ClientClosed, TszmqError
@@ -92,7 +93,7 @@ class Shared:
             What it has ever ended: to be aborted.
         """
         now = time.monotonic()
-        end = End(error=lambda _: error(), abort=True)
+        end = closed_by(error)
         with self.state as flights:
             ended = flights.close(error)
             for request in ended:
@@ -125,7 +126,7 @@ class Shared:
 
     def _let_go(self, error: Callable[[], TszmqError]) -> None:
         """End what ``close`` could not; its places at the engines are not given back."""
-        end = End(error=lambda _: error(), abort=True)
+        end = closed_by(error)
         with self.state as flights:
             ended = list(flights.requests.values())
             flights.requests.clear()
