@@ -684,6 +684,40 @@ def test_top_logprobs_are_collected_and_prompt_logprobs_survive():
     assert result.stop_reason == 2
 
 
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_top_logprobs_do_not_slip_where_a_step_has_none(missing):
+    """An empty mapping stands there, as NaN does among the logprobs."""
+    place = Place()
+    request, other = place.admit(logprobs=True, top_limit=1, streaming=True), place.admit()
+    expected: list[dict[int, float]] = []
+    for step in range(3):
+        ids = [10 * step, 10 * step + 1]
+        details = None
+        if step != missing:
+            tops = [{token: -1.0 * token} for token in ids]
+            details = {0: RowDetail(top_logprobs=tops)}
+        expected += tops if step != missing else [{}, {}]
+        place.apply((request, ids), (other, [1]), details=details)
+    assert request.tokens.tolist() == [0, 1, 10, 11, 20, 21]
+    assert request.top_logprobs == expected
+    assert request.chunk(2, None).top_logprobs == expected[2:]
+    assert other.top_logprobs is None
+
+
+def test_what_a_result_holds_is_the_callers_own():
+    place = Place()
+    request = place.admit(logprobs=True, top_limit=1)
+    detail = RowDetail(top_logprobs=[{1: -1.0}], prompt_logprobs=[None, {1: -0.5}])
+    place.apply((request, [1], "stop"), logprobs=[[-1.0]], details={0: detail})
+    first, second = request.result(), request.result()
+    for column in (first.token_ids, first.top_logprobs, first.prompt_logprobs):
+        assert column
+        column.clear()
+    assert second == request.result()
+    assert (second.token_ids, second.top_logprobs) == ([1], [{1: -1.0}])
+    assert second.prompt_logprobs == [None, {1: -0.5}]
+
+
 def test_cached_tokens_are_told_with_the_first_token_and_at_the_end():
     place = Place()
     stream, plain, other = place.admit(streaming=True), place.admit(), place.admit()

@@ -1,7 +1,7 @@
 """One request's local half: what arrived for it, and how it ended.
 
 Who writes what: everything here is written under the lock of the state that holds the
-request, with one exception: ``wait_for`` conditions only read. A reader in another thread may
+request, but ``sent``, which the thread that sends keeps. A reader in another thread may
 read without that lock in this order: ``end`` first, then ``visible``, then the arrays up to
 ``visible``; they only ever grow, and ``end`` is set last.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import attrs
 
@@ -20,6 +20,8 @@ from tszmq.types import Completion, TokenChunk
 from tszmq.wire.base import RowDetail
 
 __all__ = ["End", "Group", "Request", "Wakeable"]
+
+_T = TypeVar("_T")
 
 
 class Wakeable(Protocol):
@@ -194,8 +196,8 @@ class Request:
             first_token=None if self.first is None else self.first - self.admitted,
             finished=now - self.admitted,
             stop_reason=detail.stop_reason if detail else None,
-            top_logprobs=self.top_logprobs,
-            prompt_logprobs=detail.prompt_logprobs if detail else None,
+            top_logprobs=_copied(self.top_logprobs),
+            prompt_logprobs=_copied(detail.prompt_logprobs if detail else None),
         )
 
     def result(self) -> Completion:
@@ -209,3 +211,8 @@ class Request:
         if end.error is not None:
             raise end.error(self.completion(None, self.ended))
         return self.completion(end.finish_reason, self.ended)
+
+
+def _copied(column: list[_T] | None) -> list[_T] | None:
+    """Every result is the caller's own."""
+    return None if column is None else list(column)

@@ -64,6 +64,23 @@ def most_likely(logprobs: dict[int, float], limit: int) -> dict[int, float]:
     return {sampled: value, **dict(others[: limit - among_them])}
 
 
+def _extend_top(row: Request, tops: list[dict[int, float]] | None, count: int) -> None:
+    """One mapping a token, empty where none came, or later ones would slip.
+
+    Args:
+        row: A request that asked for them; it has the tokens already.
+        tops: Those of its new tokens, or None.
+        count: How many these are.
+    """
+    if tops is None:
+        if row.top_logprobs is not None:
+            row.top_logprobs += [{} for _ in range(count)]
+        return
+    if row.top_logprobs is None:
+        row.top_logprobs = [{} for _ in range(len(row.tokens) - count)]
+    row.top_logprobs += [most_likely(each, row.top_limit) for each in tops]
+
+
 class Rows:
     """One batch's rows and their requests.
 
@@ -325,12 +342,14 @@ class Rows:
 
     def store_details(self, batch: EngineBatch) -> None:
         """What few rows carry beyond the columns."""
-        for position, detail in (batch.details or {}).items():
+        details = batch.details or {}
+        for position in self._scored:
+            row, found = self.requests[position], details.get(position)
+            if row.top_limit:
+                tops = None if found is None else found.top_logprobs
+                _extend_top(row, tops, batch.tokens_in(position))
+        for position, detail in details.items():
             row = self.requests[position]
-            if detail.top_logprobs is not None and row.top_limit:
-                if row.top_logprobs is None:
-                    row.top_logprobs = []
-                row.top_logprobs += [most_likely(x, row.top_limit) for x in detail.top_logprobs]
             if detail.cached_tokens is not None:
                 row.cached_tokens = detail.cached_tokens
             if row.detail is not None and detail.prompt_logprobs is None:
