@@ -366,6 +366,16 @@ def test_second_hello_of_a_living_engine_waits(client_and_engines, caplog):
     assert answer_one(client, second).engine_index == 0
 
 
+def test_a_log_line_holds_only_so_much_of_a_registration(client_and_engines, caplog):
+    """And is one line, whatever the engine says."""
+    with caplog.at_level(logging.INFO, "tszmq"):
+        client, _ = client_and_engines(engine={"vllm_version": "1\nERROR forged" + "x" * 100_000})
+    [line] = [r.getMessage() for r in caplog.records if "registered" in r.getMessage()]
+    assert "engine 0 registered (version '1\\nERROR" in line
+    assert len(line) < 200
+    assert len(client.engines[0].engine_version) > 100_000
+
+
 def test_an_engine_too_many_is_said_to_be_one(client_and_engines, caplog):
     client, [first] = client_and_engines()
     other = client_and_engines.engine(client.endpoints.handshake, 7)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
@@ -200,6 +202,19 @@ def test_who_is_missing_in_words(steps, text):
         else:
             getattr(startup, what)(int(index))
     assert startup.describe_missing() == text
+
+
+@pytest.mark.parametrize("step", ["waiting", "greeted", "ready", "registered"])
+def test_texts_are_short_however_many_are_missing(step):
+    """Whoever can reach the socket can say HELLO with any index."""
+    startup = Startup(65536 if step != "waiting" else 1)
+    for index in range(1, 1000):
+        startup.hello(index, index)
+        if step in ("ready", "registered"):
+            getattr(startup, step)(index)
+    text = startup.describe_missing()
+    assert len(text) < 700
+    assert re.search(r"\d+ more", text)
 
 
 def test_strangers_are_counted():

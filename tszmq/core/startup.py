@@ -11,8 +11,11 @@ that says it may be the successor of one whose death is not known yet.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 
 __all__ = ["Stage", "Startup"]
+
+_SHOWN = 8  # of a list, in a text
 
 
 class Stage(enum.Enum):
@@ -144,22 +147,29 @@ class Startup:
 
     def describe_missing(self) -> str:
         """Who is missing and at which stage, for people."""
-        parts = [
+        coming = [
             f"engine {index} {stage.value}"
             for index, stage in sorted(self._stages.items())
             if stage in (Stage.GREETED, Stage.READY)
         ]
+        parts = [_few(coming, "; ")] if coming else []
         silent = self.expected - len(self._stages)
         if silent:
             # Ranks are numbered from 0 unless somebody chose otherwise.
             named = [i for i in range(self.expected) if i not in self._stages]
             guess = ""
             if len(named) == silent and all(i < self.expected for i in self._stages):
-                guess = f" ({', '.join(map(str, named))}, if they are numbered from 0)"
+                guess = f" ({_few(named)}, if they are numbered from 0)"
             parts.append(f"{silent} never said HELLO{guess}")
         if self._waiting:
-            waiting = ", ".join(map(str, sorted(self._waiting)))
+            waiting = _few(sorted(self._waiting))
             parts.append(f"kept waiting because their index or place is taken: {waiting}")
         if self.ignored:
             parts.append(f"{self.ignored} messages of strangers were ignored")
         return f"{self.num_missing()} of {self.expected} engines missing: " + "; ".join(parts)
+
+
+def _few(items: Sequence[object], between: str = ", ") -> str:
+    """So many that a text stays readable: there may be thousands, of strangers, too."""
+    shown = between.join(map(str, items[:_SHOWN]))
+    return f"{shown} and {len(items) - _SHOWN} more" if len(items) > _SHOWN else shown

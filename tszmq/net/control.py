@@ -275,7 +275,7 @@ class _Control:
         self._index_of[connection] = index
         self._order(Joined(index, peer_pid(fd), _batch_bytes(info)))
         self._publish_muster()
-        log.info("tszmq: engine %d registered (%s)", index, info.engine_version)
+        log.info("tszmq: engine %d registered (version %.80r)", index, info.engine_version)
 
     def _allow_takeovers(self) -> None:
         """Only while an engine is on its way may one that dials in take an identity in use."""

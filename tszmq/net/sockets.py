@@ -1,6 +1,6 @@
 """The sockets of a client: made and bound by one thread, then handed to the thread that uses them.
 
-Options and why: ``limits`` in parentheses were measured on libzmq 4.3.5.
+Options and why:
 
 * LINGER 0 everywhere: closing never waits for an absent peer.
 * ROUTER_MANDATORY: a send to nobody is an error instead of a silent drop.
@@ -8,10 +8,11 @@ Options and why: ``limits`` in parentheses were measured on libzmq 4.3.5.
   second connection under a live identity is ignored for good). On the input socket only while
   an engine is starting up: an engine of an earlier client, which never stops dialling, must not
   take the requests of the one that registered here. libzmq keeps what such a peer says unread
-  until the socket is closed; RCVHWM and MAXMSGSIZE of the ROUTERs bound it.
+  until the socket is closed: so many messages as RCVHWM, of frames of MAXMSGSIZE.
 * RCVHWM 0 on the output socket: what an engine managed to send arrives, also after it died.
-* MAXMSGSIZE on all: a message above it is refused before it takes memory (the peer is then
-  disconnected, which the monitors see).
+* MAXMSGSIZE on all: a frame above it is refused before it takes memory (the peer is then
+  disconnected, which the monitors see). Nothing bounds a message of ever more frames, which
+  libzmq keeps until its last one comes: who can reach a socket can use up memory.
 * TCP keep-alive: the kernel notices a host that is gone; a process that is merely stopped
   still counts as there.
 """
