@@ -502,6 +502,44 @@ def test_interpreter_exits(client_and_engines, run_script, short_dir, name):
     exits_cleanly(run_script(SCRIPT + EXITS[name], address))
 
 
+FORGOTTEN = {
+    "returned from a function": """
+def main(client):
+    stream = client.stream([1], LONG)
+    next(stream)
+borrowed, client = [client], None
+main(borrowed.pop())
+leaving()
+""",
+    "deleted": """
+stream = client.stream([1], LONG)
+next(stream)
+del stream, client
+leaving()
+""",
+}
+
+
+@pytest.mark.parametrize("name", FORGOTTEN)
+def test_a_client_forgotten_just_before_the_exit_tells_its_engine(
+    client_and_engines, run_script, short_dir, name
+):
+    """Its threads have not heard of it by then; it leaves no files, either."""
+    address = f"ipc://{short_dir}/h/handshake.sock"
+    engine = client_and_engines.engine(address)
+    private = short_dir / "private"
+    private.mkdir()
+    script = f"import tempfile\ntempfile.tempdir = {str(private)!r}\n" + SCRIPT + FORGOTTEN[name]
+    running = in_thread(run_script, script, address)
+    engine.connect()
+    rid = engine.recv_add().rid
+    engine.tokens(rid, [5])
+    exits_cleanly(running.result(2 * PATIENCE))
+    assert engine.recv_abort() == [rid]
+    assert list(private.iterdir()) == []
+    assert list((short_dir / "h").iterdir()) == []
+
+
 @pytest.mark.parametrize("fate", ["kill", "stop"])
 def test_interpreter_exits_with_unsent_data(client_and_engines, run_script, short_dir, fate):
     """An engine that is dead, or does not read, does not hold it up."""

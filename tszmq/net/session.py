@@ -40,7 +40,9 @@ __all__ = ["Session"]
 
 _EXIT_SECONDS = 0.8  # all sessions together, when the interpreter ends
 _UNDO_SECONDS = 5.0  # for a control thread whose receiver did not start
-_open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+# Not the sessions: one that is forgotten just before the interpreter ends has threads that have
+# not heard of it yet. They hold these until everything is down.
+_open: weakref.WeakSet[Shared] = weakref.WeakSet()
 
 
 class Session:
@@ -96,7 +98,7 @@ class Session:
         # A forgotten session: the finalizer only posts; the threads do the rest.
         self._finalizer = weakref.finalize(self, self.shared.mailbox.post, mail.Stop())
         self._finalizer.atexit = False
-        _open_sessions.add(self)
+        _open.add(self.shared)
 
     def _start(self, sockets: Sockets) -> None:
         try:
@@ -224,10 +226,10 @@ def _threads(
 @atexit.register
 def _close_all() -> None:
     """The interpreter ends: tell the engines to stop, and do not wait long for anything."""
-    sessions = [session for session in _open_sessions if not session.is_foreign()]
-    for session in sessions:
-        session.shared.abandon(client_closed)
-        session.shared.mailbox.post(mail.Stop(quiet=True))
+    everyone = [shared for shared in _open if shared.pid == os.getpid()]
+    for shared in everyone:
+        shared.abandon(client_closed)
+        shared.mailbox.post(mail.Stop(quiet=True))
     deadline = time.monotonic() + _EXIT_SECONDS
-    for session in sessions:
-        session.join(max(0.0, deadline - time.monotonic()))
+    for shared in everyone:
+        shared.ended.wait(max(0.0, deadline - time.monotonic()))
