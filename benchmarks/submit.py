@@ -26,7 +26,7 @@ from tszmq import Client, SamplingParams
 from tszmq.core.request import ABORTED, Request
 from tszmq.net.gate import Gate
 from tszmq.net.mailbox import Add
-from tszmq.net.submit import admit, withdraw
+from tszmq.net.submit import Prepared, admit, withdraw
 from tszmq.types import token_id_list
 from tszmq.wire.base import AddRequest
 
@@ -57,7 +57,7 @@ class Bricks:
         frames = self._time("encode", lambda: protocol.encode_add(add))
         gate = Gate()
         request = Request(add.request_id, len(tokens), gate, time.monotonic(), streaming=True)
-        self._time("admit", lambda: admit(session, request, None, gate))
+        self._time("admit", lambda: admit(session, Prepared(request, add, frames), None, gate))
         self._time("post", lambda: session.shared.mailbox.post(Add(request, frames)))
         withdraw(session, request, ABORTED)
 

@@ -16,7 +16,7 @@ from tszmq.core.request import ABORTED, Group, Request
 from tszmq.errors import ClientClosed, DeadlineExceeded, ForkedClient, InvalidRequest, TszmqError
 from tszmq.net.gate import Gate
 from tszmq.net.mailbox import Do, Settle
-from tszmq.net.submit import admit, expire_at, give_up, send, withdraw_all
+from tszmq.net.submit import Prepared, admit, expire_at, give_up, send, withdraw_all
 from tszmq.ownership import holds_a_lock
 from tszmq.prepare import check_timeout
 from tszmq.progress import PROGRESS_SECONDS, meter
@@ -132,10 +132,11 @@ class _Batch:
         self._taken: dict[int, int] = {}  # of those that stream: tokens handed out
         self._gate = Gate()
         self._ticket = _Ticket(self._gate)
-        self._group = Group(self._gate)
+        with self._session.shared.state as flights:
+            self._group = Group(self._gate, flights.batch_aborts)
         self._unfinished: dict[int, Request] = {}
         self._settled: deque[tuple[int, Any]] = deque()  # ended, not handed out
-        self._held: tuple[Request, list[bytes]] | None = None  # prepared, no place yet
+        self._held: Prepared | None = None  # no place yet
         self._queued = False  # the ticket may be in the queue, or granted a place
         self._exhausted = False
         self._cut_off: Exception | None = None  # why prompts may be left that nobody counted
@@ -175,7 +176,7 @@ class _Batch:
                 return
             # A refused one is told first: there may be no end of them, and they take no place.
             # A late one is not sent: the caller's iterators take the time they take.
-            if self._held is None or self._is_late() or not self._place(*self._held):
+            if self._held is None or self._is_late() or not self._place(self._held):
                 return
 
     def _pull(self) -> bool:
@@ -213,20 +214,23 @@ class _Batch:
             self._fail(index, error)
         return True
 
-    def _place(self, request: Request, frames: list[bytes]) -> bool:
+    def _place(self, prepared: Prepared) -> bool:
         """Send the prepared request; False when the client has no place for it now."""
+        request = prepared.request
         # Listed first: whatever interrupts the next lines, the request is aborted.
         self._unfinished[request.position] = request
         self._queued = True
         try:
-            placed = admit(self._session, request, None, self._ticket)
+            placed = admit(self._session, prepared, None, self._ticket)
         except TszmqError as error:
             placed, self._held = True, None
             self._fail(request.position, error)
         else:
-            if placed:
+            if placed and request.engine_index < 0:  # aborted; the turn is the next prompt's
+                self._end(request)
+            elif placed:
                 self._queued = False
-                send(self._session, request, frames)
+                send(self._session, prepared)
                 if self._deadline is not None and self._timeout is not None:
                     # This thread may be in the caller's code by then.
                     expire_at(self._session, request, self._deadline, self._timeout)
@@ -247,7 +251,7 @@ class _Batch:
         self._exhausted = True
         held, self._held = self._held, None
         if held is not None:
-            self._settled.append((held[0].position, error()))
+            self._settled.append((held.request.position, error()))
         total = max(self._pulled, self._total or 0)
         for index in range(self._pulled, total):
             self._settled.append((index, error()))

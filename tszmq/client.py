@@ -26,6 +26,7 @@ from tszmq.net.control import Settings
 from tszmq.net.gate import Gate
 from tszmq.net.mailbox import Do
 from tszmq.net.session import Session
+from tszmq.net.shared import wake_all
 from tszmq.net.submit import expire_at, submit, withdraw, withdraw_all
 from tszmq.ownership import Mutex, holds_a_lock
 from tszmq.prepare import Preparer, check_timeout
@@ -331,7 +332,7 @@ class Client(BulkCalls, EngineCalls):
         session, gate = self._session, Gate()
         session.check_process()
         # Chunks nobody reads are not asked for, but what a deadline cuts off is.
-        request, frames = self._preparer.prepare(
+        prepared = self._preparer.prepare(
             ids,
             sampling_params,
             label=request_id,
@@ -340,8 +341,10 @@ class Client(BulkCalls, EngineCalls):
             gate=gate,
             chunks=timeout is not None,
         )
+        request = prepared.request
         try:
-            submit(session, request, frames, data_parallel_rank, deadline)
+            submit(session, prepared, data_parallel_rank, deadline)
+            del prepared  # it has the prompt
             if not gate.wait(lambda: request.end is not None, deadline):
                 assert timeout is not None
                 withdraw(session, request, deadline_passed(timeout))
@@ -368,7 +371,7 @@ class Client(BulkCalls, EngineCalls):
         deadline = _deadline(timeout, time.monotonic())
         session, gate = self._session, Gate()
         session.check_process()
-        request, frames = self._preparer.prepare(
+        prepared = self._preparer.prepare(
             ids,
             sampling_params,
             label=request_id,
@@ -378,8 +381,9 @@ class Client(BulkCalls, EngineCalls):
             chunks=True,
             streaming=True,
         )
+        request = prepared.request
         try:
-            submit(session, request, frames, data_parallel_rank, deadline)
+            submit(session, prepared, data_parallel_rank, deadline)
             if deadline is not None and timeout is not None:
                 expire_at(session, request, deadline, timeout)
             return RequestStream(session, request, gate)
@@ -388,24 +392,32 @@ class Client(BulkCalls, EngineCalls):
             raise
 
     def abort(self, request_id: str) -> None:
-        """Abort every unfinished request with that label. Any thread; does not wait."""
+        """Abort every unfinished request with that label, those that wait for a place included.
+        Any thread; does not wait."""
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a str, got {type(request_id).__name__}")
         self._abort_where(lambda request: request.label == request_id)
 
     def abort_all(self) -> None:
-        """Abort every unfinished request. Any thread; does not wait."""
-        self._abort_where(lambda _: True)
+        """Abort every unfinished request, those that wait for a place and those that a batch
+        call has not sent yet included. Any thread; does not wait."""
+        self._abort_where(lambda _: True, batches=True)
 
-    def _abort_where(self, chosen: Callable[[Request], bool]) -> None:
+    def _abort_where(self, chosen: Callable[[Request], bool], batches: bool = False) -> None:
         self._session.check_process()
         if holds_a_lock():
             # A finalizer of the caller's, run by the collector inside a guarded block.
-            self._session.shared.mailbox.post(Do(partial(self._abort_where, chosen)))
+            self._session.shared.mailbox.post(Do(partial(self._abort_where, chosen, batches)))
             return
         with self._session.shared.state as flights:
-            requests = list(flights.requests.values())
-        withdraw_all(self._session, [each for each in requests if chosen(each)], ABORTED)
+            flights.batch_aborts += batches
+            requests, waiting = list(flights.requests.values()), list(flights.waiting.values())
+        mine, early = ([each for each in some if chosen(each)] for some in (requests, waiting))
+        with self._session.shared.state as flights:
+            tickets = flights.abort_waiting(set(early), time.monotonic())
+        wake_all(tickets)
+        # Those who waited may have got their place just now.
+        withdraw_all(self._session, mine + early, ABORTED)
 
     # -- engines
 

@@ -12,6 +12,7 @@ from tszmq.core.ids import WireIds
 from tszmq.core.request import Group, Request, Wakeable
 from tszmq.errors import InvalidRequest
 from tszmq.net.shared import Shared
+from tszmq.net.submit import Prepared
 from tszmq.types import EngineInfo, SamplingParams, token_id_list
 from tszmq.wire.base import AddRequest
 
@@ -74,8 +75,8 @@ class Preparer:
         streaming: bool = False,
         group: Group | None = None,
         position: int = 0,
-    ) -> tuple[Request, list[bytes]]:
-        """A request that is not admitted yet, and the frames that will ask for it.
+    ) -> Prepared:
+        """A request that is not admitted yet.
 
         Args:
             ids, params, label, rank, priority: The caller's, unchecked.
@@ -107,9 +108,8 @@ class Preparer:
         protocol = self._shared.protocol
         protocol.check(tokens, params, priority, engine)
         wire_id = self._ids.new()
-        frames = protocol.encode_add(
-            AddRequest(wire_id, tokens, params, chunks, priority, engine, time.time())
-        )
+        add = AddRequest(wire_id, tokens, params, chunks, priority, engine, time.time())
+        frames = protocol.encode_add(add)
         request = Request(
             wire_id,
             len(tokens),
@@ -122,7 +122,7 @@ class Preparer:
             group=group,
             position=position,
         )
-        return request, frames
+        return Prepared(request, add, frames)
 
     def _engine(self, rank: object) -> EngineInfo:
         """What to validate against."""

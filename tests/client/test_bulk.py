@@ -680,33 +680,37 @@ def test_batch_timeout_holds_while_nobody_asks(client_and_engines, kind):
 BATCHES = ["generate_many", "as_completed", "stream_many"]
 
 
-def one_by_one(client, engine, kind, prompts, answers, timeout, **options):
-    """How many items a batch has, and which errors, whose thread is slow: so many requests are
+def one_by_one(client, engine, kind, prompts, timeout, **options):
+    """How many items a batch has, and which errors, whose thread is slow: two requests are
     answered, and the deadline passes before another prompt is pulled."""
-    deadline = time.monotonic() + timeout
+    started = []
+
+    def timed():
+        started.append(time.monotonic())  # the batch's clock runs by now
+        yield from prompts
 
     def be_late(*_):
-        eventually(lambda: time.monotonic() > deadline, timeout + PATIENCE)
+        eventually(lambda: inflight(client) == [0])
+        eventually(lambda: time.monotonic() > started[0] + timeout, timeout + PATIENCE)
 
     def run():
         call = getattr(client, kind)
         if kind == "generate_many":  # its progress is the caller's code
-            options["progress"] = be_late
-            return call(prompts, SHORT, timeout=timeout, max_inflight=1, **options)
+            options["progress"] = lambda done, _: done and be_late()
+            return call(timed(), SHORT, timeout=timeout, max_inflight=1, **options)
         items = []
-        for _, item in call(prompts, SHORT, timeout=timeout, max_inflight=1, **options):
+        for _, item in call(timed(), SHORT, timeout=timeout, max_inflight=1, **options):
             items.append(item)
             be_late()
         return items
 
     batch = in_thread(run)
-    for _ in range(answers):
+    for _ in range(2):
         engine.tokens(engine.recv_add().rid, [10], "stop")
     items = batch.result(timeout + PATIENCE)
-    errors = [item for item in items if isinstance(item, Exception)]
     engine.expect_nothing()
     assert inflight(client) == [0]
-    return len(items), errors
+    return len(items), [item for item in items if isinstance(item, Exception)]
 
 
 @pytest.mark.parametrize("kind", BATCHES)
@@ -716,13 +720,13 @@ def test_batch_timeout_is_told_where_nobody_knows_how_many_prompts_there_are(
     """Else a batch that the deadline cut short would look like a whole one."""
     client, [engine] = client_and_engines()
     prompts = Pulls([n + 1] for n in range(10))
-    count, [error] = one_by_one(client, engine, kind, prompts, 2, 2 * UNIT, errors="return")
+    count, [error] = one_by_one(client, engine, kind, prompts, 2 * UNIT, errors="return")
     assert count >= 3
     assert type(error) is tszmq.DeadlineExceeded
     assert error.partial is None
     assert prompts.count == 3
     with pytest.raises(tszmq.DeadlineExceeded) as caught:
-        one_by_one(client, engine, kind, endless(), 2, 2 * UNIT)
+        one_by_one(client, engine, kind, endless(), 2 * UNIT)
     assert caught.value.__notes__ == ["this is about prompts[2] of the call"]
     answer_one(client, engine)
 
@@ -731,7 +735,7 @@ def test_batch_timeout_is_told_where_nobody_knows_how_many_prompts_there_are(
 def test_a_batch_that_is_whole_before_its_timeout_is_no_error(client_and_engines, kind):
     """Although its iterator is asked after that whether it is."""
     client, [engine] = client_and_engines()
-    count, errors = one_by_one(client, engine, kind, Pulls([[1], [2]]), 2, 2 * UNIT)
+    count, errors = one_by_one(client, engine, kind, Pulls([[1], [2]]), 2 * UNIT)
     assert count >= 2
     assert errors == []
 
@@ -776,6 +780,48 @@ def test_abort_all_ends_a_bulk_call(client_and_engines):
     assert [done.finish_reason for done in results] == ["abort", "abort"]
     assert [done.token_ids for done in results] == [[10], []]
     engine.recv_aborts_of(add.rid for add in adds)
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_abort_all_ends_what_a_bulk_call_has_not_sent(client_and_engines, kind):
+    """Or a batch that is to be stopped would go on with its other prompts."""
+    client, [engine] = client_and_engines()
+
+    def run():
+        items = getattr(client, kind)([[n + 1] for n in range(20)], max_inflight=2)
+        if kind == "generate_many":
+            return items
+        return [item for _, item in sorted(items, key=lambda item: item[0])]
+
+    call = in_thread(run)
+    adds = engine.recv_adds(2)
+    engine.tokens(adds[0].rid, [10])
+    answer_one(client, engine)
+    client.abort_all()
+    results = call.result(PATIENCE)
+    ends = [item for item in results if item.finish_reason is not None]
+    assert [done.finish_reason for done in ends] == ["abort"] * 20
+    assert sum(map(len, (item.token_ids for item in results))) == 1
+    engine.recv_aborts_of(add.rid for add in adds)
+    engine.expect_nothing()
+    assert inflight(client) == [0]
+    again = in_thread(client.generate_many, [[1]])  # later ones are not concerned
+    engine.tokens(engine.recv_add().rid, [7], "stop")
+    assert again.result(PATIENCE)[0].token_ids == [7]
+
+
+def test_abort_all_ends_a_bulk_call_that_waits_for_a_place(client_and_engines):
+    client, [engine] = client_and_engines(max_inflight=1)
+    with client.stream([1]) as stream:
+        rid = engine.recv_add().rid
+        call = in_thread(client.generate_many, [[2], [3]])
+        eventually(lambda: waiting_for_a_place(client) == 1)
+        client.abort_all()
+        assert [done.finish_reason for done in call.result(PATIENCE)] == ["abort", "abort"]
+        assert stream.result(PATIENCE).finish_reason == "abort"
+    assert engine.recv_abort() == [rid]
+    assert waiting_for_a_place(client) == 0
+    answer_one(client, engine)
 
 
 # --- progress ------------------------------------------------------------------------------

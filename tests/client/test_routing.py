@@ -475,6 +475,76 @@ def test_abort_all(client_and_engines):
         answer_one(client, engine)
 
 
+@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize("kind", ["generate", "stream"])
+def test_who_waits_for_a_place_can_be_aborted(client_and_engines, kind, everything):
+    """And the place goes to the next, when there is one."""
+    client, [engine] = client_and_engines(max_inflight=1)
+
+    def run():
+        call = getattr(client, kind)([2], request_id="b")
+        return call if kind == "generate" else call.result()
+
+    with client.stream([1], request_id="a") as stream:
+        rid = engine.recv_add().rid
+        waiting = in_thread(run)
+        eventually(lambda: waiting_for_a_place(client) == 1)
+        other = in_thread(client.generate, [3], request_id="c")
+        eventually(lambda: waiting_for_a_place(client) == 2)
+        if everything:
+            client.abort_all()
+        else:
+            client.abort("b")
+        done = waiting.result(PATIENCE)
+        assert (done.finish_reason, done.token_ids, done.request_id) == ("abort", [], "b")
+        if everything:
+            assert other.result(PATIENCE).finish_reason == "abort"
+            assert stream.result(PATIENCE).finish_reason == "abort"
+            assert engine.recv_abort() == [rid]
+        else:
+            assert waiting_for_a_place(client) == 1
+            engine.tokens(rid, [1], "stop")
+            engine.tokens(engine.recv_add().rid, [4], "stop")
+            assert other.result(PATIENCE).token_ids == [4]
+    assert waiting_for_a_place(client) == 0
+    assert inflight(client) == [0]
+    answer_one(client, engine)
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+def test_who_waited_for_a_place_is_checked_against_the_engines_there_are(client_and_engines, bulk):
+    """One may have come back with a shorter context meanwhile: what is too long kills it."""
+    client, engines = client_and_engines(2, max_inflight=1, engine={"max_model_len": 4096})
+    stream, keeper, rid = open_stream(client, engines, data_parallel_rank=0)
+    prompts = [[9] * 3000, [9] * 300]
+    if bulk:
+        waiting = in_thread(client.generate_many, prompts, errors="return")
+    else:
+        waiting = in_thread(client.generate, prompts[0])
+    eventually(lambda: waiting_for_a_place(client) == 1)
+    engines[1].close()
+    eventually(lambda: not client.engines[1].alive)
+    address = client.endpoints.handshake
+    shorter = client_and_engines.engine(address, 1, max_model_len=1024).connect()
+    eventually(lambda: client.engines[1].alive)
+    keeper.tokens(rid, [1], "stop")
+    assert stream.result(PATIENCE).finish_reason == "stop"
+    if bulk:
+        eventually(lambda: sum(inflight(client)) == 1)
+        engine = (keeper, shorter)[inflight(client).index(1)]
+        add = engine.recv_add()
+        assert len(add.prompt) == 300
+        engine.tokens(add.rid, [5], "stop")
+        error, done = waiting.result(PATIENCE)
+        assert done.token_ids == [5]
+    else:
+        error = waiting.exception(PATIENCE)
+    assert type(error) is tszmq.InvalidRequest
+    assert "3000 tokens" in str(error)
+    assert waiting_for_a_place(client) == 0
+    assert inflight(client) == [0, 0]
+
+
 # --- bounds --------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ from tszmq.core.calls import Calls
 from tszmq.core.endings import ending, tokens_lost
 from tszmq.core.ids import WireIds
 from tszmq.core.policy import Policy
-from tszmq.core.request import End, Request, Wakeable
+from tszmq.core.request import ABORTED, End, Request, Wakeable
 from tszmq.core.routing import RoutingState, all_dead
 from tszmq.core.rows import Applied, Rows, only_rows
 from tszmq.errors import TszmqError
@@ -78,6 +78,8 @@ class Flights:
         self._epochs = 0
         self._queue: deque[Wakeable] = deque()  # waiting for a place, first come first served
         self._granted: set[Wakeable] = set()  # woken to take one
+        self.waiting: dict[Wakeable, Request] = {}  # by ticket: those of both
+        self.batch_aborts = 0  # times that all batches were aborted
         self._rows: dict[int, Rows] = {}  # engine -> its last batch's, all of them placed on it
         self._shown: list[Wakeable] = []  # readers of rows that are remembered no more
 
@@ -161,7 +163,8 @@ class Flights:
     # -- admission and release
 
     def admit(self, request: Request, pinned: int | None, now: float, ticket: Wakeable) -> bool:
-        """Place a request; False when ``max_inflight`` is reached.
+        """Place a request; False when ``max_inflight`` is reached. True without a place when it
+        was aborted before: then ``give_up`` the ticket.
 
         Args:
             request: Not yet admitted.
@@ -174,7 +177,13 @@ class Flights:
         """
         if self.closed is not None:
             raise self.closed()
+        group = request.group
+        if group is not None and group.aborts != self.batch_aborts:
+            self._end_unplaced(request, now)
+        if request.end is not None:
+            return True
         if self.max_inflight is not None and not self._has_place(ticket):
+            self.waiting[ticket] = request
             if ticket not in self._queue:
                 self._queue.append(ticket)
             return False
@@ -183,9 +192,7 @@ class Flights:
         request.engine_index = index
         self.requests[request.wire_id] = request
         self.routing.place(index, request.wire_id, request.prompt_tokens)
-        self._granted.discard(ticket)
-        if ticket in self._queue:
-            self._queue.remove(ticket)
+        self._leave(ticket)
         request.admitted = now
         if self.routing.inflight(index) == 1:
             self.engines[index].busy_since = now
@@ -200,10 +207,27 @@ class Flights:
 
     def give_up(self, ticket: Wakeable) -> list[Wakeable]:
         """A ticket is not used; its turn goes to the next."""
+        self._leave(ticket)
+        return self.grant()
+
+    def _leave(self, ticket: Wakeable) -> None:
         self._granted.discard(ticket)
         if ticket in self._queue:
             self._queue.remove(ticket)
-        return self.grant()
+        self.waiting.pop(ticket, None)
+
+    def abort_waiting(self, requests: set[Request], now: float) -> list[Wakeable]:
+        """Abort those of the requests that wait for a place. Returns their tickets, to wake."""
+        tickets = [ticket for ticket, request in self.waiting.items() if request in requests]
+        for ticket in tickets:
+            self._end_unplaced(self.waiting[ticket], now)
+        return tickets
+
+    @staticmethod
+    def _end_unplaced(request: Request, now: float) -> None:
+        if request.end is None:
+            request.admitted = request.ended = now
+            request.end = ABORTED
 
     def grant(self) -> list[Wakeable]:
         """Whose turn it is, after places were freed."""

@@ -58,12 +58,14 @@ class Group:
         touched: Streaming requests with new tokens, in order of arrival; one may be there twice.
         wake_at: How many finished requests are worth waking it for.
         failed: One ended with an error since it last looked.
+        aborts: How many times all batches had been aborted when this one began.
     """
 
-    __slots__ = ("failed", "finished", "gate", "touched", "wake_at")
+    __slots__ = ("aborts", "failed", "finished", "gate", "touched", "wake_at")
 
-    def __init__(self, gate: Wakeable) -> None:
+    def __init__(self, gate: Wakeable, aborts: int = 0) -> None:
         self.gate = gate
+        self.aborts = aborts
         self.finished: deque[Request] = deque()
         self.touched: deque[Request] = deque()
         self.wake_at = 1

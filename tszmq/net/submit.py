@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from functools import partial
 
+import attrs
+
 from tszmq.core.request import End, Request, Wakeable
 from tszmq.errors import QueueFull
 from tszmq.net.gate import Gate
@@ -12,18 +14,61 @@ from tszmq.net.mailbox import Add, Do, Expire, Settle
 from tszmq.net.session import Session
 from tszmq.net.shared import Shared, wake_all
 from tszmq.ownership import holds_a_lock
+from tszmq.types import EngineInfo
+from tszmq.wire.base import AddRequest, WireProtocol
 
-__all__ = ["admit", "expire_at", "give_up", "send", "submit", "withdraw", "withdraw_all"]
+__all__ = [
+    "Prepared",
+    "admit",
+    "expire_at",
+    "give_up",
+    "send",
+    "submit",
+    "withdraw",
+    "withdraw_all",
+]
 
 
-def admit(session: Session, request: Request, pinned: int | None, ticket: Wakeable) -> bool:
+@attrs.define(eq=False)
+class Prepared:
+    """A request that is validated and encoded, and not admitted yet.
+
+    Attributes:
+        request: Its local half.
+        add: What its engine is asked for, and the registration that this was validated against.
+        frames: The same on the wire.
+    """
+
+    request: Request
+    add: AddRequest
+    frames: list[bytes]
+
+    def adapt(self, protocol: WireProtocol, engine: EngineInfo) -> None:
+        """Engines have come or gone: validate and encode again.
+
+        Raises:
+            InvalidRequest: It does not fit those that are there.
+        """
+        add = self.add
+        protocol.check(add.prompt_token_ids, add.sampling_params, add.priority, engine)
+        self.add = attrs.evolve(add, engine=engine)
+        self.frames = protocol.encode_add(self.add)
+
+
+def admit(session: Session, prepared: Prepared, pinned: int | None, ticket: Wakeable) -> bool:
     """Take a place without waiting; False when there is none.
 
+    Also True without a place when the request was aborted before it got one.
+
     Raises:
-        ClientClosed, EngineDead, InvalidRank: Nothing was reserved.
+        ClientClosed, EngineDead, InvalidRequest: Nothing was reserved.
     """
-    with session.shared.state as flights:
-        return flights.admit(request, pinned, time.monotonic(), ticket)
+    while True:
+        with session.shared.state as flights:
+            engine = flights.limits(pinned)
+            if engine is prepared.add.engine:
+                return flights.admit(prepared.request, pinned, time.monotonic(), ticket)
+        prepared.adapt(session.shared.protocol, engine)
 
 
 def give_up(session: Session, ticket: Wakeable) -> None:
@@ -45,26 +90,24 @@ def _give_up(shared: Shared, ticket: Wakeable) -> None:
 
 
 def submit(
-    session: Session,
-    request: Request,
-    frames: list[bytes],
-    pinned: int | None,
-    deadline: float | None,
+    session: Session, prepared: Prepared, pinned: int | None, deadline: float | None
 ) -> None:
-    """Place a request, waiting for a place until the deadline, and send it.
+    """Place a request, waiting for a place until the deadline, and send it; neither when it is
+    aborted meanwhile.
 
     Raises:
         QueueFull: No place until then.
-        ClientClosed, EngineDead, InvalidRank: Nothing was reserved.
+        ClientClosed, EngineDead, InvalidRequest: Nothing was reserved.
     """
     if session.max_inflight is None:
-        admit(session, request, pinned, request.gate)
+        admit(session, prepared, pinned, prepared.request.gate)
     else:
-        _wait_for_place(session, request, pinned, deadline)
-    send(session, request, frames)
+        _wait_for_place(session, prepared, pinned, deadline)
+    if prepared.request.engine_index >= 0:
+        send(session, prepared)
 
 
-def send(session: Session, request: Request, frames: list[bytes]) -> None:
+def send(session: Session, prepared: Prepared) -> None:
     """Hand a request that has its place to the control thread.
 
     A caller that submits without a pause keeps the interpreter for a switch interval at a time,
@@ -72,18 +115,20 @@ def send(session: Session, request: Request, frames: list[bytes]) -> None:
     second. So whoever is far ahead of it makes way.
     """
     mailbox = session.shared.mailbox
-    mailbox.post(Add(request, frames))
+    mailbox.post(Add(prepared.request, prepared.frames))
     if mailbox.is_crowded():
         time.sleep(0)
 
 
 def _wait_for_place(
-    session: Session, request: Request, pinned: int | None, deadline: float | None
+    session: Session, prepared: Prepared, pinned: int | None, deadline: float | None
 ) -> None:
     turn = _Turn()
     try:
         try:
-            _take_turn(session, request, pinned, deadline, turn)
+            _take_turn(session, prepared, pinned, deadline, turn)
+            if prepared.request.engine_index < 0:
+                give_up(session, turn)  # aborted: the place is the next one's
         except BaseException:
             give_up(session, turn)
             raise
@@ -93,9 +138,9 @@ def _wait_for_place(
 
 
 def _take_turn(
-    session: Session, request: Request, pinned: int | None, deadline: float | None, turn: _Turn
+    session: Session, prepared: Prepared, pinned: int | None, deadline: float | None, turn: _Turn
 ) -> None:
-    while not admit(session, request, pinned, turn):
+    while not admit(session, prepared, pinned, turn):
         if not turn.wait(turn.take, deadline):
             raise QueueFull(
                 f"{session.max_inflight} requests are unfinished, which is max_inflight, and none "
