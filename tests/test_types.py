@@ -208,6 +208,22 @@ def test_float_fields_have_limits(name) -> None:
             made(**{name: value})
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("temperature", math.inf, "must be finite and at least 0.0, got inf"),
+        ("temperature", -1.0, "must be finite and at least 0.0, got -1.0"),
+        ("top_p", math.nan, "must be in (0.0, 1.0], got nan"),
+        ("min_p", 2.0, "must be in [0.0, 1.0], got 2.0"),
+    ],
+)
+def test_limits_are_said_as_they_are(name, value, text) -> None:
+    """Infinity is within no interval, so that none is said to end there."""
+    with pytest.raises(InvalidRequest) as caught:
+        made(**{name: value})
+    assert str(caught.value) == f"{name} {text}"
+
+
 @pytest.mark.parametrize("name", FLOAT_FIELDS)
 def test_float_fields_become_plain_floats(name) -> None:
     for value in (np.float64(0.5), np.float32(0.5), np.array(0.5)):

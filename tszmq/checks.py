@@ -91,16 +91,17 @@ def integer(low: int, high: int = _MAX_COUNT, *, optional: bool = False) -> Any:
 
 def number(low: float, high: float = math.inf, *, above_low: bool = False) -> Any:
     """An attrs validator: a finite float within [low, high] or (low, high]."""
+    if math.isinf(high):
+        wanted = f"finite and {'above' if above_low else 'at least'} {low}"
+    else:
+        wanted = f"in {'(' if above_low else '['}{low}, {high}]"
 
     def check(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
         if not isinstance(value, float):
             raise TypeError(f"{attribute.name} must be a number, got {shown(value)}")
         # Written so that NaN fails it.
         if not (math.isfinite(value) and low <= value <= high and not (above_low and value == low)):
-            left = "(" if above_low else "["
-            raise InvalidRequest(
-                f"{attribute.name} must be finite and in {left}{low}, {high}], got {value}"
-            )
+            raise InvalidRequest(f"{attribute.name} must be {wanted}, got {value}")
 
     return check
 
