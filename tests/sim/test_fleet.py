@@ -10,10 +10,13 @@ import sys
 import threading
 import warnings
 
+import attrs
 import pytest
 
 from tests.sim.raw_frontend import DEAD, Deadline, children_of, gone, wait_until
+from tszmq.errors import InvalidRequest
 from tszmq.sim import Fleet
+from tszmq.sim.options import EngineOptions, build_parser, command_line
 
 pytestmark = pytest.mark.embedded
 
@@ -135,16 +138,58 @@ del fleet
         "options",
         [
             {"max_num_seqs": 0},
+            {"kv_pages": 2**31},
+            {"dp_rank": -1},
             {"step_ms": -1},
             {"step_ms": float("nan")},
+            {"step_us_per_row": float("inf")},
             {"era": 11},
             {"protocol": "other"},
             {"prefill_tokens_per_step": 0},
+            {"eos_token_id": -1},
+            {"log_level": "noise"},
+            {"instance_id": "a\0b"},
+            {"instance_id": "\ud800"},
+            {"first_index": 65536},
         ],
+        ids=str,
     )
     def test_options_out_of_range(self, options):
-        with pytest.raises(ValueError, match=r"must be|there is no"):
+        """Refused here, by name: an engine would end with its usage."""
+        [(name, value)] = options.items()
+        with pytest.raises(InvalidRequest, match=rf"^{name} (must|is not).*") as caught:
             Fleet(1, **options)
+        assert repr(value) in str(caught.value) or "Unicode" in str(caught.value)
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            *(
+                {field.name: wrong}
+                for field in attrs.fields(EngineOptions)
+                if str(field.type).startswith("int")
+                for wrong in ("2", 10.5, 2.0, True, [2])
+                if field.name not in ("index", "ranks", "die_with_parent")
+            ),
+            *({name: wrong} for name in ("step_ms", "step_us_per_row") for wrong in ("x", True)),
+            *({"kv_pages": None}, {"step_ms": None}, {"first_index": "1"}, {"capture": 1}),
+            *({name: wrong} for name in ("prefix_cache", "lockstep") for wrong in (1, "yes", None)),
+            *({name: wrong} for name in ("protocol", "log_level") for wrong in (1, None, b"x")),
+        ],
+        ids=str,
+    )
+    def test_options_of_a_wrong_type(self, options):
+        """An int is no float and no bool, and nothing is compared before that is known."""
+        [name] = options
+        with pytest.raises(TypeError, match=rf"^{name} must be "):
+            Fleet(1, **options)
+
+    @pytest.mark.parametrize("options", [{"step_ms": 2}, {"step_us_per_row": 0.5}, {"kv_pages": 7}])
+    def test_options_reach_the_engine(self, options):
+        """As its command line gives them."""
+        made = EngineOptions(handshake="ipc:///nowhere", **options)
+        read = build_parser().parse_args(command_line(made))
+        assert EngineOptions(**vars(read)) == made
 
     def test_two_restarts_at_once_leave_one_engine(self, frontend):
         with Fleet() as fleet:
@@ -159,9 +204,21 @@ del fleet
             assert {*fleet.pids} <= children
         assert not children & children_of(os.getpid())
 
-    def test_a_fleet_has_engines(self):
-        with pytest.raises(ValueError, match="at least 1"):
-            Fleet(0)
+    @pytest.mark.parametrize(
+        ("count", "first_index", "error"),
+        [
+            (0, 0, InvalidRequest),
+            (65537, 0, InvalidRequest),
+            (2, 65535, InvalidRequest),
+            ("2", 0, TypeError),
+            (2.0, 0, TypeError),
+            (True, 0, TypeError),
+        ],
+    )
+    def test_a_fleet_has_engines(self, count, first_index, error):
+        with pytest.raises(error, match="the number of engines must be") as caught:
+            Fleet(count, first_index=first_index)
+        assert caught.type is error
 
 
 class TestCommand:
@@ -176,7 +233,7 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("args", "says"),
         [
-            (("--kv-pages", "0"), b"kv_pages must be at least 1"),
+            (("--kv-pages", "0"), b"kv_pages must be in [1, "),
             (("--index", "65536"), b"index must be in"),
             (("--ranks", "2", "--control"), b"share one standard input"),
             (("--era", "11"), b"invalid choice"),

@@ -16,7 +16,8 @@ from types import TracebackType
 from typing import Any
 
 from tszmq.checks import shown
-from tszmq.sim.options import EngineOptions, command_line
+from tszmq.errors import InvalidRequest
+from tszmq.sim.options import MAX_INDEX, EngineOptions, command_line
 
 __all__ = ["Fleet"]
 
@@ -33,22 +34,24 @@ class Fleet:
     Every method may be called from any thread. In a forked child they do nothing.
 
     Args:
-        count: Engines.
+        count: Engines, at least 1; no index may exceed 65535.
         first_index: Engine index of the first; the others count up.
         capture: Give each child's standard output to ``read_line`` instead of dropping it.
         **options: Fields of ``EngineOptions`` for all of them. ``dp_size`` is ``count`` and
             ``dp_rank`` counts up unless given.
 
     Raises:
-        TypeError: An option that does not exist.
-        ValueError: ``count`` is below 1, or an option's value is out of range.
+        TypeError: An option that does not exist, or of a wrong type.
+        InvalidRequest: An option's value is out of range.
     """
 
     def __init__(
         self, count: int = 1, *, first_index: int = 0, capture: bool = False, **options: Any
     ) -> None:
-        if count < 1:
-            raise ValueError(f"a fleet has at least 1 engine, got {shown(count)}")
+        _check_int(first_index, "first_index", 0, MAX_INDEX)
+        _check_int(count, "the number of engines", 1, MAX_INDEX + 1 - first_index)
+        if not isinstance(capture, bool):
+            raise TypeError(f"capture must be True or False, got {shown(capture)}")
         reserved = {"handshake", "index", "ranks", "control", "die_with_parent"} & set(options)
         if reserved:
             raise TypeError(f"set by the fleet itself: {', '.join(sorted(reserved))}")
@@ -225,6 +228,13 @@ class Fleet:
         for child in self._children:
             child.returncode = 0  # keeps Popen from waiting for it, or warning about it
             _close_pipes(child)
+
+
+def _check_int(value: object, what: str, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{what} must be an int, got {shown(value)}")
+    if not low <= value <= high:
+        raise InvalidRequest(f"{what} must be in [{low}, {high}], got {shown(value)}")
 
 
 def _environment() -> dict[str, str]:

@@ -3,85 +3,135 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
 
-from tszmq.checks import shown
+from tszmq.checks import boolean, int_or_none, integer, number, plain_float, plain_int, shown, text
+from tszmq.errors import InvalidRequest
 
-__all__ = ["EngineOptions", "build_parser", "command_line"]
+__all__ = ["MAX_INDEX", "EngineOptions", "build_parser", "command_line"]
 
 
 _PROTOCOLS = ("tokenspeed", "vllm")
 _ERAS = (9, 10, 14)
-_AT_LEAST_1 = (
-    "dp_size",
-    "max_num_seqs",
-    "kv_pages",
-    "page_size",
-    "max_model_len",
-    "vocab_size",
-    "spec_tokens",
-)
+MAX_INDEX = 65535
+"""Of an engine: its ZMQ identity has 16 bits."""
+
+Check = Callable[[Any, "attrs.Attribute[Any]", Any], None]
 
 
-def _option(default: object, text: str, **more: object) -> Any:
-    return attrs.field(default=default, metadata={"help": text, **more})
+def _word(_: object, attribute: attrs.Attribute[Any], value: str | None) -> None:
+    if value is None:
+        raise TypeError(f"{attribute.name} must be a str, got None")
+    text(_, attribute, value)
+    if "\0" in value:  # no process can be started with it
+        raise InvalidRequest(f"{attribute.name} must hold no NUL, got {shown(value)}")
+
+
+def _one_of(choices: Sequence[object]) -> Check:
+    def check(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
+        if value not in choices:
+            raise InvalidRequest(
+                f"{attribute.name} must be one of {', '.join(map(repr, choices))}, "
+                f"got {shown(value)}"
+            )
+
+    return check
+
+
+def _level(_: object, attribute: attrs.Attribute[Any], value: str) -> None:
+    levels = logging.getLevelNamesMapping()
+    if value.upper() not in levels:
+        raise InvalidRequest(
+            f"{attribute.name} must be one of {', '.join(map(repr, levels))}, got {shown(value)}"
+        )
+
+
+# Fields by their kind. What an option's check lets pass, the command line carries to the engine.
+
+
+def _option(
+    default: object, help_text: str, checks: list[Any], *, more: Any = (), **kind: Any
+) -> Any:
+    return attrs.field(
+        default=default, metadata={"help": help_text, **dict(more)}, validator=checks, **kind
+    )
+
+
+def _count(default: int, help_text: str, low: int = 1) -> Any:
+    return _option(default, help_text, [integer(low)], converter=plain_int)
+
+
+def _count_or_none(help_text: str, low: int, **more: object) -> Any:
+    return _option(None, help_text, [integer(low, optional=True)], more=more, converter=int_or_none)
+
+
+def _time(help_text: str) -> Any:
+    return _option(0.0, help_text, [number(0.0)], converter=plain_float)
+
+
+def _switch(help_text: str) -> Any:
+    return _option(False, help_text, [boolean])
 
 
 @attrs.define(kw_only=True)
 class EngineOptions:
-    """One engine's options; each field is the command-line flag of that name."""
+    """One engine's options; each field is the command-line flag of that name.
 
-    handshake: str = _option("", "address of the frontend's handshake socket")
-    protocol: str = _option("tokenspeed", "wire protocol", choices=_PROTOCOLS)
-    index: int = _option(0, "engine index: the ZMQ identity")
-    ranks: int = _option(0, "run this many engines as child processes, --index upwards")
-    dp_rank: int = _option(0, "data_parallel_rank of the registration")
-    dp_size: int = _option(1, "data_parallel_size of the registration")
-    step_ms: float = _option(0.0, "time of one step in milliseconds, 0: as fast as it goes")
-    step_us_per_row: float = _option(0.0, "further step time per output row in microseconds")
-    max_num_seqs: int = _option(256, "running requests at most")
-    kv_pages: int = _option(4000, "KV pages")
-    page_size: int = _option(64, "tokens a KV page")
-    max_model_len: int = _option(8192, "prompt and output tokens of one request at most")
-    vocab_size: int = _option(32000, "token ids are below this")
-    eos_token_id: int | None = _option(None, "the model's end token (default: none)")
-    prefill_tokens_per_step: int | None = _option(None, "prompt tokens a step (default: no bound)")
-    spec_tokens: int = _option(1, "tokens of one request in a step at most")
-    prefix_cache: bool = _option(False, "count whole pages of a prompt seen before as cached")
-    era: int = _option(14, "elements of an output batch (tokenspeed)", choices=_ERAS)
-    no_output_logprobs: bool = _option(False, "refuse logprobs, as the real engine's default does")
-    lockstep: bool = _option(False, "park when idle, wake on START_DP_WAVE (vllm)")
-    instance_id: str = _option("sim", "model name of the registration")
-    control: bool = _option(False, "read commands from standard input")
-    die_with_parent: int | None = _option(
-        None,
+    Raises:
+        TypeError: An option is of a wrong type: an int is no float and no bool.
+        InvalidRequest: An option's value is out of range.
+    """
+
+    handshake: str = _option("", "address of the frontend's handshake socket", [_word])
+    protocol: str = _option(
+        "tokenspeed", "wire protocol", [_word, _one_of(_PROTOCOLS)], more={"choices": _PROTOCOLS}
+    )
+    index: int = _option(
+        0, "engine index: the ZMQ identity", [integer(0, MAX_INDEX)], converter=plain_int
+    )
+    ranks: int = _count(0, "run this many engines as child processes, --index upwards", 0)
+    dp_rank: int = _count(0, "data_parallel_rank of the registration", 0)
+    dp_size: int = _count(1, "data_parallel_size of the registration")
+    step_ms: float = _time("time of one step in milliseconds, 0: as fast as it goes")
+    step_us_per_row: float = _time("further step time per output row in microseconds")
+    max_num_seqs: int = _count(256, "running requests at most")
+    kv_pages: int = _count(4000, "KV pages")
+    page_size: int = _count(64, "tokens a KV page")
+    max_model_len: int = _count(8192, "prompt and output tokens of one request at most")
+    vocab_size: int = _count(32000, "token ids are below this")
+    eos_token_id: int | None = _count_or_none("the model's end token (default: none)", 0)
+    prefill_tokens_per_step: int | None = _count_or_none(
+        "prompt tokens a step (default: no bound)", 1
+    )
+    spec_tokens: int = _count(1, "tokens of one request in a step at most")
+    prefix_cache: bool = _switch("count whole pages of a prompt seen before as cached")
+    era: int = _option(
+        14,
+        "elements of an output batch (tokenspeed)",
+        [integer(0), _one_of(_ERAS)],
+        more={"choices": _ERAS},
+        converter=plain_int,
+    )
+    no_output_logprobs: bool = _switch("refuse logprobs, as the real engine's default does")
+    lockstep: bool = _switch("park when idle, wake on START_DP_WAVE (vllm)")
+    instance_id: str = _option("sim", "model name of the registration", [_word])
+    control: bool = _switch("read commands from standard input")
+    die_with_parent: int | None = _count_or_none(
         "end when standard input ends or the parent (this pid, or the starter) is gone",
+        0,
         nargs="?",
         const=0,
         metavar="PID",
     )
-    log_level: str = _option("WARNING", "what goes to standard error")
+    log_level: str = _option("WARNING", "what goes to standard error", [_word, _level])
 
     def __attrs_post_init__(self) -> None:
-        for name in _AT_LEAST_1:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {shown(getattr(self, name))}")
-        for name in ("step_ms", "step_us_per_row"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} must be a time, got {shown(getattr(self, name))}")
-        if not 0 <= self.index < 1 << 16:
-            raise ValueError(f"index must be in [0, 65535], got {shown(self.index)}")
-        if self.prefill_tokens_per_step is not None and self.prefill_tokens_per_step < 1:
-            raise ValueError("prefill_tokens_per_step must be at least 1, or None for no bound")
-        if self.protocol not in _PROTOCOLS or self.era not in _ERAS:
-            raise ValueError(
-                f"there is no protocol {shown(self.protocol)} of era {shown(self.era)}"
-            )
         if self.ranks and self.control:
-            raise ValueError("several ranks cannot share one standard input for commands")
+            raise InvalidRequest("several ranks cannot share one standard input for commands")
 
 
 _TYPES = {"int": int, "float": float, "str": str, "int | None": int}
