@@ -818,8 +818,3 @@ def test_what_a_closed_client_says_of_itself(client_and_engines):
 def test_options_that_cannot_be_used(options, text):
     with pytest.raises(TypeError, match=text):
         tszmq.Client.bind("tcp://127.0.0.1:*", **options)
-
-
-def test_options_of_embedded_engines_that_do_not_exist():
-    with pytest.raises(TypeError, match=r"'stepms' is no option.*connect_timeout.*step_ms"):
-        tszmq.Client.embedded(1, stepms=3)
