@@ -434,6 +434,44 @@ def test_wrong_arguments(fake, capsys, arguments) -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "text"), [(["generate"], "with -o"), (["probe"], ""), (["bench"], "")]
+)
+def test_output_needs_somewhere_to_go(fake, capsys, monkeypatch, arguments, text) -> None:
+    """Nobody would see what is done: said before anything is."""
+    with open(os.devnull, "rb") as stdin, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdin", stdin)
+        patched.setattr(sys, "stdout", None)
+        code, error = fails(capsys, *arguments)
+    assert code == 2
+    assert error.startswith("tszmq: standard output is closed: ")
+    assert text in error
+    assert not fake.made
+
+
+def test_results_in_a_file_need_no_standard_output(fake, generate, monkeypatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", None)
+        code, results = generate(request(1), "--embedded", "1")
+    assert (code, len(results)) == (0, 1)
+
+
+def test_without_standard_error_nothing_else_is_said(fake, capsys, monkeypatch, tmp_path) -> None:
+    """Least of all on standard output, among the results."""
+    source = tmp_path / "in.jsonl"
+    source.write_text(request(1) + "\nbroken\n")
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", None)
+        assert tszmq.cli.main(["generate", "--embedded", "1", str(source)]) == 1
+        out = capsys.readouterr().out
+        assert ["error" in json.loads(line) for line in out.splitlines()] == [False, True]
+        assert tszmq.cli.main(["generate", str(tmp_path / "missing")]) == 2
+        with pytest.raises(SystemExit):
+            tszmq.cli.main(["generate", "--nonsense"])
+        assert sys.stderr is None
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
     ("error", "code", "text"),
     [
         (HandshakeTimeout("engines 0, 1\nare missing"), 1, "engines 0, 1 are missing"),
@@ -584,6 +622,31 @@ def test_a_closed_pipe_is_quiet(unit: float) -> None:
         process.stdin.close()
         assert process.wait(10 * unit) == 1
         assert process.stderr.read() == ""
+
+
+@pytest.mark.embedded
+@pytest.mark.parametrize(
+    ("closed", "code", "lines", "complaint"),
+    [
+        ("2>&-", 1, 2, ""),
+        (">&-", 2, 0, "tszmq: standard output is closed: name an output file with -o\n"),
+        (">&- 2>&-", 2, 0, ""),
+    ],
+)
+def test_closed_streams(tmp_path, unit: float, closed, code, lines, complaint) -> None:
+    """As a shell closes them."""
+    source = tmp_path / "in.jsonl"
+    source.write_text(request(1) + "\nbroken\n")
+    command = [sys.executable, "-m", "tszmq", "generate", "--embedded", "1", str(source)]
+    done = subprocess.run(
+        ["bash", "-c", f'exec "$@" {closed}', "bash", *command],
+        capture_output=True,
+        text=True,
+        timeout=30 * unit,
+        cwd=Path(__file__).parent.parent,
+    )
+    assert (done.returncode, len(done.stdout.splitlines())) == (code, lines)
+    assert done.stderr == complaint
 
 
 @pytest.mark.embedded

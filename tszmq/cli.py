@@ -48,6 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code. Wrong arguments and ``--help`` raise ``SystemExit``, as in argparse.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    with _somewhere_to_complain():
+        return _main(words)
+
+
+def _main(words: list[str]) -> int:
     try:
         if words[:1] == ["sim"]:  # it has a parser of its own
             from tszmq.sim.__main__ import main as run_sim
@@ -55,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run_sim(words[1:], prog="tszmq sim")
         args = build_parser().parse_args(words)
         code: int = args.run(args)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return code
     except KeyboardInterrupt:
         _complain("interrupted")
@@ -72,6 +78,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+@contextlib.contextmanager
+def _somewhere_to_complain() -> Iterator[None]:
+    """Where standard error was closed, complaints, usage and progress go nowhere.
+
+    ``print`` and ``argparse`` would put them on standard output, among the results.
+    """
+    if sys.stderr is not None:
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+        yield
+
+
 def _complain(text: str) -> None:
     with contextlib.suppress(OSError):
         print(f"tszmq: {' '.join(text.split())}", file=sys.stderr)
@@ -79,6 +98,8 @@ def _complain(text: str) -> None:
 
 def _drop_standard_output() -> None:
     """Nobody reads it any more; without this the interpreter's last flush complains again."""
+    if sys.stdout is None:
+        return
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -190,9 +211,6 @@ def _connect(args: argparse.Namespace) -> Client:
 @contextlib.contextmanager
 def _told_who_is_missing() -> Iterator[None]:
     """Show what the client logs while it waits for engines."""
-    if sys.stderr is None:
-        yield
-        return
     logger, handler = logging.getLogger("tszmq"), logging.StreamHandler()
     level = logger.level
     logger.addHandler(handler)
@@ -243,13 +261,19 @@ def _open_input(path: str, files: ExitStack) -> int:
 
 def _open_output(args: argparse.Namespace, files: ExitStack) -> TextIO:
     if args.output == "-":
-        return sys.stdout
+        return _standard_output("name an output file with -o")
     try:
         if _same_file(args.input, args.output):
             raise UsageError(f"{args.output} is the input: name another output file")
         return files.enter_context(open(args.output, "w", encoding="ascii"))
     except OSError as error:
         raise UsageError(f"cannot write {args.output}: {error.strerror}") from None
+
+
+def _standard_output(instead: str = "redirect it to a file") -> TextIO:
+    if sys.stdout is None:
+        raise UsageError(f"standard output is closed: {instead}")
+    return sys.stdout
 
 
 def _same_file(first: str, second: str) -> bool:
@@ -283,6 +307,7 @@ class Progress:
 
 
 def _probe(args: argparse.Namespace) -> int:
+    _standard_output()
     with _connect(args) as client:
         rows = [_probe_engine(client, engine, args.timeout) for engine in client.engines]
     if args.json:
@@ -328,6 +353,7 @@ def _probe_text(row: dict[str, Any]) -> str:
 
 
 def _bench(args: argparse.Namespace) -> int:
+    _standard_output()
     params = SamplingParams(max_tokens=args.max_tokens, ignore_eos=True)
     prompt = list(range(1, args.prompt_tokens + 1))
     with Client.embedded(args.engines, protocol=args.protocol) as client:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -41,7 +42,10 @@ class _Callback:
 
 
 class _Line:
-    """One line on standard error, rewritten at most ten times a second."""
+    """One line on standard error, rewritten at most ten times a second.
+
+    Where that is closed, or a terminal that has hung up, it goes nowhere: the results matter.
+    """
 
     def __init__(self) -> None:
         self._next = 0.0
@@ -52,5 +56,8 @@ class _Line:
             return
         self._next = now + PROGRESS_SECONDS
         of = "" if total is None else f"/{total}"
-        sys.stderr.write(f"\r{done}{of} done" + ("\n" if last else ""))
-        sys.stderr.flush()
+        if sys.stderr is None:
+            return
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"\r{done}{of} done" + ("\n" if last else ""))
+            sys.stderr.flush()
