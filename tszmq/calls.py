@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 from tszmq.checks import shown
 from tszmq.core.calls import Call
@@ -27,6 +27,18 @@ class EngineCalls:
 
     _session: Session
 
+    @overload
+    def utility(
+        self,
+        method: str,
+        *args: object,
+        engine_index: None = None,
+        timeout: float | None = None,
+    ) -> dict[int, Any]: ...
+    @overload
+    def utility(
+        self, method: str, *args: object, engine_index: int, timeout: float | None = None
+    ) -> Any: ...
     def utility(
         self,
         method: str,
@@ -64,7 +76,9 @@ class EngineCalls:
             for call in calls:
                 frames = session.shared.protocol.encode_utility(call.call_id, method, args)
                 session.shared.mailbox.post(mail.Call(call.engine_index, frames))
-            answers = {call.engine_index: _answer(call, method, deadline) for call in calls}
+            answers = {
+                call.engine_index: _answer(call, method, timeout, deadline) for call in calls
+            }
         finally:
             with session.shared.state as flights:
                 for call in calls:
@@ -97,56 +111,111 @@ class EngineCalls:
         who = "every engine is" if engine_index is None else f"engine {engine_index} is"
         raise EngineDead(f"{who} dead: restart it, or close this client", engine_index)
 
-    # -- the calls that people ask for
+    # -- the calls that people ask for; all take ``engine_index`` and ``timeout`` and give and
+    # raise what ``utility`` does
 
-    def sleep(self, level: int = 1, mode: str = "abort", **where: Any) -> Any:
+    def sleep(
+        self,
+        level: int = 1,
+        mode: str = "abort",
+        *,
+        engine_index: int | None = None,
+        timeout: float | None = None,
+    ) -> Any:
         """Free the engines' memory: level 1 moves weights to the CPU, 2 discards them.
 
         Needs ``--enable-sleep-mode``. ``mode`` says what becomes of running requests
-        (``"abort"``, ``"wait"``, ``"keep"``). ``where``: ``engine_index``, ``timeout``.
+        (``"abort"``, ``"wait"``, ``"keep"``).
         """
-        return self.utility("sleep", level, mode, **where)
+        return self.utility("sleep", level, mode, engine_index=engine_index, timeout=timeout)
 
-    def wake_up(self, tags: Sequence[str] | None = None, **where: Any) -> Any:
+    def wake_up(
+        self,
+        tags: Sequence[str] | None = None,
+        *,
+        engine_index: int | None = None,
+        timeout: float | None = None,
+    ) -> Any:
         """Undo ``sleep``; ``tags`` (``"weights"``, ``"kv_cache"``) wakes parts."""
-        return self.utility("wake_up", None if tags is None else list(tags), **where)
+        parts = None if tags is None else list(tags)
+        return self.utility("wake_up", parts, engine_index=engine_index, timeout=timeout)
 
-    def is_sleeping(self, **where: Any) -> Any:
+    @overload
+    def is_sleeping(
+        self, *, engine_index: None = None, timeout: float | None = None
+    ) -> dict[int, bool]: ...
+    @overload
+    def is_sleeping(self, *, engine_index: int, timeout: float | None = None) -> bool: ...
+    def is_sleeping(self, *, engine_index: int | None = None, timeout: float | None = None) -> Any:
         """Whether the engines sleep."""
-        return self.utility("is_sleeping", **where)
+        return self.utility("is_sleeping", engine_index=engine_index, timeout=timeout)
 
-    def pause(self, mode: str = "abort", clear_cache: bool = True, **where: Any) -> Any:
+    def pause(
+        self,
+        mode: str = "abort",
+        clear_cache: bool = True,
+        *,
+        engine_index: int | None = None,
+        timeout: float | None = None,
+    ) -> Any:
         """Take no requests for a weight update: what comes meanwhile is ``EnginePaused``.
 
         ``mode``: what becomes of running requests (``"abort"``, ``"wait"``, ``"keep"``).
         """
-        return self.utility("pause_generation", mode, clear_cache, **where)
+        return self.utility(
+            "pause_generation", mode, clear_cache, engine_index=engine_index, timeout=timeout
+        )
 
-    def resume(self, **where: Any) -> Any:
+    def resume(self, *, engine_index: int | None = None, timeout: float | None = None) -> Any:
         """Undo ``pause``."""
-        return self.utility("resume_scheduler", **where)
+        return self.utility("resume_scheduler", engine_index=engine_index, timeout=timeout)
 
-    def is_paused(self, **where: Any) -> Any:
+    @overload
+    def is_paused(
+        self, *, engine_index: None = None, timeout: float | None = None
+    ) -> dict[int, bool]: ...
+    @overload
+    def is_paused(self, *, engine_index: int, timeout: float | None = None) -> bool: ...
+    def is_paused(self, *, engine_index: int | None = None, timeout: float | None = None) -> Any:
         """Whether the engines are paused."""
-        return self.utility("is_scheduler_paused", **where)
+        return self.utility("is_scheduler_paused", engine_index=engine_index, timeout=timeout)
 
     def reset_prefix_cache(
-        self, reset_running_requests: bool = False, reset_connector: bool = False, **where: Any
+        self,
+        reset_running_requests: bool = False,
+        reset_connector: bool = False,
+        *,
+        engine_index: int | None = None,
+        timeout: float | None = None,
     ) -> Any:
         """Forget cached prefixes; False from an engine that is using them."""
-        return self.utility("reset_prefix_cache", reset_running_requests, reset_connector, **where)
+        return self.utility(
+            "reset_prefix_cache",
+            reset_running_requests,
+            reset_connector,
+            engine_index=engine_index,
+            timeout=timeout,
+        )
 
-    def add_lora(self, lora_request: object, **where: Any) -> Any:
+    def add_lora(
+        self,
+        lora_request: object,
+        *,
+        engine_index: int | None = None,
+        timeout: float | None = None,
+    ) -> Any:
         """Load an adapter; ``lora_request`` as on the wire. Needs ``--enable-lora``."""
-        return self.utility("add_lora", lora_request, **where)
+        return self.utility("add_lora", lora_request, engine_index=engine_index, timeout=timeout)
 
-    def remove_lora(self, lora_id: int, **where: Any) -> Any:
+    def remove_lora(
+        self, lora_id: int, *, engine_index: int | None = None, timeout: float | None = None
+    ) -> Any:
         """Unload an adapter."""
-        return self.utility("remove_lora", lora_id, **where)
+        return self.utility("remove_lora", lora_id, engine_index=engine_index, timeout=timeout)
 
-    def list_loras(self, **where: Any) -> Any:
+    def list_loras(self, *, engine_index: int | None = None, timeout: float | None = None) -> Any:
         """The ids of the loaded adapters."""
-        return self.utility("list_loras", **where)
+        return self.utility("list_loras", engine_index=engine_index, timeout=timeout)
 
     def collective_rpc(
         self,
@@ -164,28 +233,41 @@ class EngineCalls:
         call = (method, timeout, list(args), None if kwargs is None else dict(kwargs))
         return self.utility("collective_rpc", *call, engine_index=engine_index, timeout=timeout)
 
-    def init_weight_transfer(self, init_info: Mapping[str, object], **where: Any) -> Any:
+    def init_weight_transfer(
+        self,
+        init_info: Mapping[str, object],
+        *,
+        engine_index: int | None = None,
+        timeout: float | None = None,
+    ) -> Any:
         """Prepare the workers for weights from a trainer (``--weight-transfer-config``)."""
         call = ("init_weight_transfer_engine", None, [dict(init_info)], None)
-        return self.utility("collective_rpc", *call, **where)
+        return self.utility("collective_rpc", *call, engine_index=engine_index, timeout=timeout)
 
-    def update_weights(self, update_info: Mapping[str, object], **where: Any) -> Any:
+    def update_weights(
+        self,
+        update_info: Mapping[str, object],
+        *,
+        engine_index: int | None = None,
+        timeout: float | None = None,
+    ) -> Any:
         """Take new weights from the trainer; ``pause`` first."""
         call = ("update_weights", None, [dict(update_info)], None)
-        return self.utility("collective_rpc", *call, **where)
+        return self.utility("collective_rpc", *call, engine_index=engine_index, timeout=timeout)
 
 
-def _answer(call: Call, method: str, deadline: float | None) -> Any:
+def _answer(call: Call, method: str, timeout: float | None, deadline: float | None) -> Any:
     gate = call.gate
     assert isinstance(gate, Gate)
     if not gate.wait(call.ended, deadline):
         raise DeadlineExceeded(
-            f"engine {call.engine_index} has not answered {method} in time; it may still do it"
+            f"engine {call.engine_index} has not answered {method:.100} within the timeout of "
+            f"{timeout} s; it may still do it"
         )
     if call.error is not None:
         raise call.error()
     result = call.result
     assert result is not None
     if result.failure is not None:
-        raise RequestRejected(f"engine {call.engine_index}, {method}: {result.failure:.500}")
+        raise RequestRejected(f"engine {call.engine_index}, {method:.100}: {result.failure:.500}")
     return result.value

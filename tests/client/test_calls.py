@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import threading
 import time
+from types import MappingProxyType
 
 import pytest
 
 import tszmq
 from tests.mock_engine import PATIENCE
 from tszmq import Client, SamplingParams
+from tszmq.calls import EngineCalls
+from tszmq.codec import unpack
+from tszmq.net import mailbox as mail
 from tszmq.sim import expected_tokens
 
 
@@ -68,6 +73,80 @@ def test_arguments_are_checked_before_anything_is_sent(client):
     assert client.is_sleeping() == {0: False, 1: False}
 
 
+LORA = {"lora_name": "a", "lora_int_id": 1, "lora_path": "/a"}
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "method", "sent"),
+    [
+        ("sleep", (), "sleep", [1, "abort"]),
+        ("wake_up", (("weights",),), "wake_up", [["weights"]]),
+        ("is_sleeping", (), "is_sleeping", []),
+        ("pause", ("keep", False), "pause_generation", ["keep", False]),
+        ("is_paused", (), "is_scheduler_paused", []),
+        ("resume", (), "resume_scheduler", []),
+        ("reset_prefix_cache", (True,), "reset_prefix_cache", [True, False]),
+        ("add_lora", (LORA,), "add_lora", [LORA]),
+        ("remove_lora", (1,), "remove_lora", [1]),
+        ("list_loras", (), "list_loras", []),
+        ("collective_rpc", ("echo",), "collective_rpc", ["echo", PATIENCE, [], None]),
+        (
+            "init_weight_transfer",
+            (MappingProxyType({"master_port": 1}),),
+            "collective_rpc",
+            ["init_weight_transfer_engine", None, [{"master_port": 1}], None],
+        ),
+        (
+            "update_weights",
+            ({"names": ["w"]},),
+            "collective_rpc",
+            ["update_weights", None, [{"names": ["w"]}], None],
+        ),
+    ],
+)
+def test_what_is_sent(client, monkeypatch, name, args, method, sent):
+    """The engine's name of each call and its arguments, to the engine that was named."""
+    posted: list[mail.Call] = []
+    original = mail.Mailbox.post
+
+    def post(mailbox: mail.Mailbox, item: object) -> None:
+        if isinstance(item, mail.Call):
+            posted.append(item)
+        original(mailbox, item)
+
+    monkeypatch.setattr(mail.Mailbox, "post", post)
+    call = getattr(client, name)
+    if "lora" in name:  # the simulator has no adapters
+        with pytest.raises(tszmq.RequestRejected, match=f"engine 1, {method}: "):
+            call(*args, engine_index=1, timeout=PATIENCE)
+    else:
+        call(*args, engine_index=1, timeout=PATIENCE)
+        client.wake_up()
+        client.resume()
+    [first, *_] = posted
+    assert first.engine_index == 1
+    kind, body = first.frames
+    assert kind == b"\x03"
+    assert unpack(body)[2:] == [method, sent]
+    # Both options of every call are its own, and reach the wait.
+    with pytest.raises(TypeError, match="timeout must be a number"):
+        call(*args, timeout="x")
+    with pytest.raises(tszmq.InvalidRank):
+        call(*args, engine_index=7)
+    with pytest.raises(TypeError, match="engine_indx"):
+        call(*args, engine_indx=0)
+
+
+def test_calls_show_their_options():
+    """To whoever asks for help, and to type checkers."""
+    calls = [name for name in vars(EngineCalls) if not name.startswith("_")]
+    assert len(calls) == 14
+    for name in calls:
+        parameters = inspect.signature(getattr(Client, name)).parameters
+        assert {"engine_index", "timeout"} <= set(parameters), name
+        assert all(each.kind is not each.VAR_KEYWORD for each in parameters.values()), name
+
+
 def test_many_threads_get_their_own_answers(client):
     """Answers are told apart by number, whatever their order."""
     wrong = []
@@ -100,7 +179,8 @@ def test_a_call_ends_with_its_engine_and_with_the_client():
     with Client.embedded(2, protocol="vllm") as own:
         pids = own.fleet.pids
         os.kill(pids[0], signal.SIGSTOP)
-        with pytest.raises(tszmq.DeadlineExceeded):
+        text = "engine 0 has not answered is_sleeping within the timeout of 0.2 s"
+        with pytest.raises(tszmq.DeadlineExceeded, match=text):
             own.utility("is_sleeping", engine_index=0, timeout=0.2)
         caught: list[BaseException] = []
 
