@@ -89,7 +89,7 @@ def run(policy: Callable[[], Policy], scene: Scene, count: int) -> Outcome:
     with Client.embedded(
         scene.ranks, policy=policy(), step_ms=STEP_MS, max_num_seqs=SLOTS
     ) as client:
-        if scene.unequal:
+        if scene.unequal and client.fleet is not None:
             for number in range(1, scene.ranks, 2):
                 client.fleet.send(number, f"step-ms {STEP_MS * SLOWER}")
         for index in range(scene.ranks):

@@ -20,6 +20,7 @@ VALUES = {
     "EngineLoad",
     "SamplingParams",
     "TokenChunk",
+    "TokenIds",
 }
 ERRORS = {
     "ClientClosed",

@@ -34,6 +34,7 @@ from tszmq.types import (
     EngineLoad,
     SamplingParams,
     TokenChunk,
+    TokenIds,
 )
 
 __version__ = "0.1.0"
@@ -62,6 +63,7 @@ __all__ = [
     "RequestStream",
     "SamplingParams",
     "TokenChunk",
+    "TokenIds",
     "TokensLost",
     "TszmqError",
     "UnsupportedField",

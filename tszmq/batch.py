@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, TextIO
 import attrs
 
 from tszmq.jsonl import InOrder, LineError, LineSource, RequestLine, error_line, result_line
-from tszmq.types import Completion, SamplingParams
+from tszmq.types import Completion, SamplingParams, TokenIds
 
 __all__ = ["Batch"]
 
@@ -28,7 +28,7 @@ class BulkClient(Protocol):
 
     def as_completed(
         self,
-        prompts: Iterable[object],
+        prompts: Iterable[TokenIds],
         sampling_params: Iterable[SamplingParams | None],
         *,
         timeout: float | None,

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, NoReturn, Self, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
 import attrs
 
@@ -38,9 +38,13 @@ from tszmq.types import (
     EngineInfo,
     EngineLoad,
     SamplingParams,
+    TokenIds,
 )
 from tszmq.wire import find_protocol
 from tszmq.wire.startup import encode_init
+
+if TYPE_CHECKING:
+    from tszmq.sim import Fleet
 
 __all__ = ["BoundClient", "Client"]
 
@@ -184,7 +188,7 @@ class Client(BulkCalls, EngineCalls):
         InvalidRequest, TypeError: An argument cannot be served.
     """
 
-    fleet: Any = None
+    fleet: Fleet | None = None
     """The simulator engines of ``Client.embedded``; None otherwise."""
 
     def __init__(
@@ -305,7 +309,7 @@ class Client(BulkCalls, EngineCalls):
 
     def generate(
         self,
-        ids: object,
+        ids: TokenIds,
         sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
@@ -355,7 +359,7 @@ class Client(BulkCalls, EngineCalls):
 
     def stream(
         self,
-        ids: object,
+        ids: TokenIds,
         sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,

@@ -6,14 +6,14 @@ from collections.abc import Callable, Generator, Iterable
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 from tszmq import bulk
-from tszmq.types import Completion, SamplingParams, TokenChunk
+from tszmq.types import Completion, SamplingParams, TokenChunk, TokenIds
 
 if TYPE_CHECKING:
     from tszmq.client import Client
 
 __all__ = ["BulkCalls"]
 
-Prompts = Iterable[object]
+Prompts = Iterable[TokenIds]
 Params = SamplingParams | Iterable[SamplingParams | None] | None
 Progress = bool | Callable[[int, int | None], object]
 

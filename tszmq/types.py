@@ -6,8 +6,8 @@ spellings stay in its module under ``tszmq.wire``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, SupportsIndex, TypeAlias
 
 import attrs
 
@@ -39,8 +39,22 @@ __all__ = [
     "EngineLoad",
     "SamplingParams",
     "TokenChunk",
+    "TokenIds",
     "token_id_list",
 ]
+
+
+class _ArrayLike(Protocol):
+    """A numpy array, a torch tensor and the like."""
+
+    def tolist(self) -> Any: ...
+
+
+TokenIds: TypeAlias = Sequence[SupportsIndex] | _ArrayLike
+"""A prompt for type checkers: a sequence of ints, numpy's among them, or an array of them.
+
+More than is served: ``bytes`` is a sequence of ints too. ``token_id_list`` says what is.
+"""
 
 
 @attrs.frozen(kw_only=True)

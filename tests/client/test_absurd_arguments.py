@@ -178,7 +178,7 @@ class HugeTensor:
         raise AssertionError("it was copied before its length was looked at")
 
 
-CALLS: dict[str, Callable[[Client, object], object]] = {
+CALLS: dict[str, Callable[[Client, Any], object]] = {
     "generate": lambda client, prompt: client.generate(prompt),
     "stream": lambda client, prompt: client.stream(prompt),
     "generate_many": lambda client, prompt: client.generate_many([prompt]),
