@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tszmq.types
+from tszmq import Client
 from tszmq.errors import InvalidRequest
 from tszmq.types import (
     MAX_TOKEN_ID,
@@ -268,8 +269,9 @@ def test_json_schema_may_be_a_mapping() -> None:
     for bad in (endless, {"minimum": math.nan}):
         with pytest.raises(InvalidRequest, match="json_schema"):
             SamplingParams(json_schema=bad)
-    with pytest.raises(TypeError):
-        SamplingParams(json_schema={"a": object()})
+    for wrong in ({"a": object()}, {1: object()}, {(1, 2): 3}):
+        with pytest.raises(TypeError, match=r"^json_schema cannot be written as JSON: "):
+            made(json_schema=wrong)
 
 
 def test_min_tokens_within_max_tokens() -> None:
@@ -556,3 +558,19 @@ def test_equal_params_hash_alike() -> None:
     assert one == other
     assert {one: "x"}[other] == "x"
     assert one != SamplingParams(seed=1, logit_bias={5: 2.0}, extra={"a": 1})
+
+
+def test_equal_engines_hash_alike() -> None:
+    """They can be keys, whatever they registered with."""
+    one, other = (
+        EngineInfo(1, True, 4096, 100, 16, "bfloat16", "1.0", registration={"extra": [1]})
+        for _ in range(2)
+    )
+    assert {one: "x"}[other] == "x"
+    assert one != attrs.evolve(one, registration={"extra": [2]})
+
+
+@pytest.mark.parametrize("method", [Client.generate, Client.stream])
+def test_type_checkers_see_what_a_prompt_is(method) -> None:
+    """Text is an object, too."""
+    assert inspect.signature(method).parameters["ids"].annotation == "TokenIds"

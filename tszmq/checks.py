@@ -138,6 +138,8 @@ def schema_text(value: str | Mapping[str, Any] | None) -> str | None:
         return json.dumps(dict(value), allow_nan=False)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"json_schema cannot be written as JSON: {error}") from None
+    except TypeError as error:  # a value, or a key, that JSON has no word for
+        raise TypeError(f"json_schema cannot be written as JSON: {error}") from None
 
 
 def bias_map(value: Mapping[int, float] | None) -> dict[int, float] | None:

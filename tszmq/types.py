@@ -270,7 +270,8 @@ class EngineInfo:
     max_num_batched_tokens: int = 0
     instance_id: str = ""
     kv_cache_size_tokens: int | None = None
-    registration: Mapping[str, Any] = attrs.field(factory=dict, repr=False)
+    # Equal ones hash alike without this, which is a mapping.
+    registration: Mapping[str, Any] = attrs.field(factory=dict, repr=False, hash=False)
     lockstep: bool = False
 
 
