@@ -325,7 +325,8 @@ class Client(BulkCalls, EngineCalls):
             request_id: A label of the caller's, repeated on the result; needs not be unique.
             data_parallel_rank: Pin to the engine with that index.
             timeout: Seconds of wall time in total.
-            priority: Scheduling priority, where the protocol has one.
+            priority: Scheduling priority, where the protocol has one (vLLM): lower is earlier,
+                None is 0; at engines started with ``--scheduling-policy priority``.
 
         Raises:
             InvalidRequest, TypeError: Nothing was sent.

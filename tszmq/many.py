@@ -107,6 +107,7 @@ class BulkCalls:
     ) -> Any:
         """As ``generate_many``, but yields ``(index, Completion)`` as they finish.
 
+        Nothing is sent before the first ``next()``, while ``timeout`` counts from this call.
         Closing the iterator, or dropping it, aborts what is unfinished.
         """
         return bulk.as_completed(
@@ -145,7 +146,8 @@ class BulkCalls:
         """Every chunk of many prompts in this one thread: yields ``(index, TokenChunk)``.
 
         Costs what a bulk call costs, where a thread for each stream costs a wake-up for each
-        chunk. A prompt's last chunk has a ``finish_reason``. Arguments and errors as
+        chunk. Nothing is sent before the first ``next()``, while ``timeout`` counts from this
+        call. A prompt's last chunk has a ``finish_reason``. Arguments and errors as
         ``generate_many``; with ``errors="return"`` an exception stands in the place of a failed
         prompt's last chunk. Closing the iterator, or dropping it, aborts what is unfinished.
         """
