@@ -110,7 +110,8 @@ class BoundClient:
         self._session.close(check_timeout(timeout, "timeout", optional=False))
 
     def __repr__(self) -> str:
-        return f"<tszmq.BoundClient at {self.endpoints.handshake}>"
+        closed = ", closed" if self._session.shared.ended.is_set() else ""
+        return f"<tszmq.BoundClient at {self.endpoints.handshake}{closed}>"
 
     def __enter__(self) -> BoundClient:
         return self

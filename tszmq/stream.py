@@ -6,6 +6,7 @@ import time
 from types import TracebackType
 from typing import NoReturn
 
+from tszmq.checks import shown
 from tszmq.core.request import ABORTED, End, Request
 from tszmq.errors import TszmqError
 from tszmq.net.gate import Gate
@@ -151,6 +152,19 @@ class RequestStream:
         request = getattr(self, "_request", None)
         if request is not None and request.end is None and not self._session.is_foreign():
             self._session.shared.mailbox.post(Settle([request], ABORTED))
+
+    def __repr__(self) -> str:
+        request = self._request
+        end = request.end  # before visible, as in reading
+        if end is None:
+            state = "running"
+        else:
+            state = "failed" if end.finish_reason is None else f"ended: {shown(end.finish_reason)}"
+        label = "" if request.label is None else f" {shown(request.label)}"
+        return (
+            f"<tszmq.RequestStream{label} at engine {request.engine_index}, "
+            f"tokens: {request.visible}, {state}>"
+        )
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a RequestStream cannot be copied or pickled; take its result() instead")

@@ -781,6 +781,7 @@ def test_a_bound_client_is_connected_once(client_and_engines):
         assert repr(bound) == f"<tszmq.BoundClient at {bound.endpoints.handshake}>"
         with pytest.raises(tszmq.HandshakeTimeout):
             bound.connect()
+        assert repr(bound) == f"<tszmq.BoundClient at {bound.endpoints.handshake}, closed>"
     bound = tszmq.BoundClient(client._session, 1.0, tszmq.Client)
     with pytest.raises(tszmq.ConnectError, match="was connected before"):
         bound.connect()

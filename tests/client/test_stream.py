@@ -724,3 +724,28 @@ def test_any_sequence_of_batches(client_and_engines, seed):
         rest = [token for chunk in stream for token in chunk.token_ids]
         assert reasons[n] == "abort" or read[n] + rest == tokens[n]
     assert inflight(client) == [0]
+
+
+# --- what it says of itself ------------------------------------------------------------------
+
+
+def test_repr_shows_how_far_it_is(client_and_engines):
+    """Label, engine, tokens and state, and never much of it."""
+    client, [engine] = client_and_engines()
+    with client.stream([1], request_id="one") as stream:
+        rid = engine.recv_add().rid
+        assert repr(stream) == "<tszmq.RequestStream 'one' at engine 0, tokens: 0, running>"
+        engine.tokens(rid, [5, 6])
+        next(stream)
+        assert repr(stream) == "<tszmq.RequestStream 'one' at engine 0, tokens: 2, running>"
+        engine.tokens(rid, [7], "stop")
+        stream.result(PATIENCE)
+        assert repr(stream) == "<tszmq.RequestStream 'one' at engine 0, tokens: 3, ended: 'stop'>"
+    with client.stream([1], request_id="x" * 1000) as stream:
+        engine.recv_add()
+        assert len(repr(stream)) < 200
+    assert "ended: 'abort'" in repr(stream)
+    with client.stream([1], timeout=0.05) as stream:
+        with pytest.raises(tszmq.DeadlineExceeded):
+            next(stream)
+        assert repr(stream) == "<tszmq.RequestStream at engine 0, tokens: 0, failed>"
