@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import json
@@ -14,12 +15,14 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+import attrs
 import pytest
 
 import tszmq.cli
 from tszmq import jsonl
 from tszmq.batch import LOOKAHEAD
 from tszmq.errors import EngineDead, HandshakeTimeout, UnsupportedField
+from tszmq.sim.options import build_parser as sim_parser
 from tszmq.types import Completion, EngineInfo, SamplingParams
 
 
@@ -488,6 +491,50 @@ def test_whatever_fails_is_one_line(fake, capsys, monkeypatch, error, code, text
 
     monkeypatch.setattr(FakeClient, "__init__", fail)
     assert fails(capsys, "probe", "--embedded", "1") == (code, f"tszmq: {text}\n")
+
+
+def parsers() -> dict[str, argparse.ArgumentParser]:
+    """Of every command."""
+    [commands] = [
+        action
+        for action in tszmq.cli.build_parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    ]
+    return {**commands.choices, "sim": sim_parser("tszmq sim")}
+
+
+@pytest.mark.parametrize("command", ["generate", "probe", "bench", "sim"])
+def test_every_option_has_a_text_and_tells_its_default(command) -> None:
+    parser = parsers()[command]
+    assert parser.description
+    for action in parser._actions:
+        assert action.help, action.dest
+        text = action.help % vars(action)
+        if type(action.default) in (int, float):
+            assert text.endswith(f"(default: {action.default})"), text
+        elif action.nargs is None and not action.required and action.dest != "embedded":
+            assert "default: " in text, text
+
+
+def test_help_of_generate_tells_every_field_of_a_line(capsys) -> None:
+    """The fields of requests, results and errors, and no others."""
+    with pytest.raises(SystemExit):
+        tszmq.cli.main(["generate", "--help"])
+    text = capsys.readouterr().out
+    source, result, error = re.findall(r"^a line [^:]*:\n(.*?)\n\n", text, re.S | re.M)
+    assert re.findall(r"^  (\w+)  ", source, re.M) == list(jsonl._FIELDS)
+    detailed = attrs.evolve(
+        completion([1], SamplingParams()),
+        stop_reason=2,
+        logprobs=[0.0],
+        top_logprobs=[{1: 0.0}],
+        prompt_logprobs=[None],
+    )
+    fields = json.loads(jsonl.result_line(detailed, "a"))
+    assert set(re.findall(r"\w+_\w+|logprobs", result)) == set(fields)
+    assert set(re.findall(r"^  (\w+)", error, re.M)) == set(json.loads(jsonl.error_line("", "")))
+    [example] = re.findall(r"^  (\{.*\})$", text, re.M)
+    assert jsonl.RequestLine.parse(example.encode(), {}).request_id == "a"
 
 
 def test_version(capsys) -> None:

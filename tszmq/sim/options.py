@@ -93,7 +93,7 @@ class EngineOptions:
     index: int = _option(
         0, "engine index: the ZMQ identity", [integer(0, MAX_INDEX)], converter=plain_int
     )
-    ranks: int = _count(0, "run this many engines as child processes, --index upwards", 0)
+    ranks: int = _count(0, "engines to run as child processes, --index upwards; 0: one, in this", 0)
     dp_rank: int = _count(0, "data_parallel_rank of the registration", 0)
     dp_size: int = _count(1, "data_parallel_size of the registration")
     step_ms: float = _time("time of one step in milliseconds, 0: as fast as it goes")
@@ -144,7 +144,9 @@ def _flag(name: str) -> str:
 def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     """A parser whose namespace holds the fields of ``EngineOptions``."""
     parser = argparse.ArgumentParser(
-        prog=prog, description="A simulator engine: the engine side of the wire, no GPU."
+        prog=prog,
+        description="A simulator engine: the engine side of the wire, no GPU. It dials a client, "
+        "and waits for one that has not started yet; Ctrl-C ends it.",
     )
     for field in attrs.fields(EngineOptions):
         settings = dict(field.metadata)
@@ -153,6 +155,8 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
             settings["action"] = "store_true"
         else:
             settings.update(type=_TYPES[kind], default=field.default)
+            if field.default not in (None, ""):
+                settings["help"] += " (default: %(default)s)"
         if field.name == "handshake":
             settings["required"] = True
         parser.add_argument(_flag(field.name), **settings)
