@@ -585,7 +585,7 @@ def test_full_client_goes_on_when_a_place_is_free(client_and_engines, how):
     """However the place became free."""
     client, engines = client_and_engines(max_inflight=1)
     options = {"timeout": 1.5 * UNIT} if how == "deadline" else {}
-    stream, engine, rid = open_stream(client, engines, **options)
+    stream, engine, rid = open_stream(client, engines, request_id="first", **options)
     waiting = in_thread(client.generate, [2], request_id="waiting")
     if how != "deadline":  # which may come before that thread has its turn
         eventually(lambda: waiting_for_a_place(client) == 1)
@@ -597,7 +597,7 @@ def test_full_client_goes_on_when_a_place_is_free(client_and_engines, how):
     elif how == "close":
         stream.close()
     elif how == "abort":
-        client.abort_all()
+        client.abort("first")
     elif how == "drop":
         del stream
     add = engine.recv_add(skip_aborts=True)
