@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import signal
 import threading
 import time
 
 import pytest
+import zmq
 
 import tszmq
 from tests.client_fixtures import answer_after_aborts, answer_one, inflight, waiting_for_a_place
@@ -372,3 +374,29 @@ def test_a_turn_survives_a_signal_while_it_is_given_up(client_and_engines):
         engine.tokens(rid, [5], "stop")
         assert holder.result(PATIENCE).token_ids == [5]
     answer_one(client, engine)
+
+
+# --- while the sockets are made ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nth", range(7))
+def test_ctrl_c_while_a_socket_is_made(monkeypatch, short_dir, nth):
+    """Only frames of the interrupt have the socket then; the context does not end before it."""
+    make, count = zmq.Context.socket, itertools.count()
+
+    def cut_off(context, kind, *args, **kwargs):
+        if next(count) != nth:
+            return make(context, kind, *args, **kwargs)
+        half_made = zmq.Socket(context, kind)
+        raise KeyboardInterrupt(half_made.closed)
+
+    address = f"ipc://{short_dir}/handshake.sock"
+    before = threading.active_count()
+    with monkeypatch.context() as patched:
+        patched.setattr(zmq.Context, "socket", cut_off)
+        call = in_thread(tszmq.Client.bind, address)
+        assert type(call.exception(PATIENCE)) is KeyboardInterrupt
+    assert next(count) == nth + 1
+    eventually(lambda: threading.active_count() == before)
+    assert list(short_dir.iterdir()) == []
+    tszmq.Client.bind(address).close()

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import os
 import threading
+import traceback
 from typing import Any, Generic, TypeVar
 
 import attrs
@@ -39,6 +40,7 @@ T = TypeVar("T")
 
 WAKE = b"tszmq-wake"
 """Tells the receiver to look at its orders. Anyone may send it: it says nothing itself."""
+_UNDO_SECONDS = 1.0
 
 
 _DESCRIPTORS = 24
@@ -201,6 +203,7 @@ class _Binder:
         self.context.setsockopt(zmq.LINGER, 0)
         self.files = IpcFiles()
         self._made: list[zmq.Socket[bytes]] = []
+        self._monitors: list[Monitor] = []
 
     def make(self, kind: int) -> zmq.Socket[bytes]:
         made: zmq.Socket[bytes]
@@ -233,6 +236,12 @@ class _Binder:
             self.files.bound(ipc_path(address))
         return bound, bound.getsockopt_string(zmq.LAST_ENDPOINT)
 
+    def watch(self, bound: zmq.Socket[bytes], asks_who: bool = False) -> Monitor:
+        """The monitor of a socket."""
+        monitor = Monitor(bound, asks_who)
+        self._monitors.append(monitor)
+        return monitor
+
     @staticmethod
     def _prepare_tcp(bound: zmq.Socket[bytes], address: str) -> None:
         if ":" in tcp_host(address):
@@ -245,11 +254,25 @@ class _Binder:
         ):
             bound.setsockopt(option, value)
 
-    def undo(self) -> None:
+    def undo(self, error: BaseException) -> None:
+        """Close everything.
+
+        A signal may have cut off the making of a socket, which only frames of the error have
+        then, while a context does not end before all its sockets do.
+        """
+        for monitor in self._monitors:
+            monitor.close()
         for made in self._made:
             made.disable_monitor()
             made.close(0)
-        self.context.destroy(0)  # the monitors' own sockets; no other thread has any yet
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            for value in list(frame.f_locals.values()):
+                if isinstance(value, zmq.Socket) and value.context is self.context:
+                    value.close(0)
+        # In another thread, so that nobody waits for ever.
+        ending = threading.Thread(target=self.context.destroy, args=(0,), daemon=True)
+        ending.start()
+        ending.join(_UNDO_SECONDS)
         self.files.remove()
 
 
@@ -276,12 +299,16 @@ def bind_sockets(endpoints: Endpoints, max_message_bytes: int) -> Sockets:
         orders = binder.make(zmq.PUSH)
         orders.connect("inproc://orders")
         handshake, handshake_address = binder.bind(zmq.ROUTER, endpoints.handshake)
-        monitors = (Monitor(handshake), Monitor(input_), Monitor(output, asks_who=True))
+        monitors = (
+            binder.watch(handshake),
+            binder.watch(input_),
+            binder.watch(output, asks_who=True),
+        )
     except zmq.ZMQError as error:
-        binder.undo()
+        binder.undo(error)
         raise ConnectError(f"cannot make the client's sockets: {error}") from error
-    except BaseException:
-        binder.undo()
+    except BaseException as error:
+        binder.undo(error)
         raise
     return Sockets(
         context=binder.context,
