@@ -113,7 +113,7 @@ class _Batch:
             raise InvalidRequest(f"errors must be 'raise' or 'return', got {shown(errors)}")
         if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
             raise TypeError(f"prompts must be an iterable of prompts, got {type(prompts).__name__}")
-        client._session.check_process()
+        client._session.check_caller()
         self._session = client._session
         self._preparer = client._preparer
         self._timeout = timeout
@@ -149,6 +149,7 @@ class _Batch:
         """(index, Completion or exception) as they end."""
         try:
             while True:
+                self._session.check_caller()
                 if self._is_late():
                     self._expire()
                 self._fill()

@@ -65,7 +65,7 @@ class EngineCalls:
             InvalidRequest, TypeError, ClientClosed, ForkedClient.
         """
         session = self._session
-        session.check_process()
+        session.check_caller()
         deadline = None
         if timeout is not None:
             deadline = time.monotonic() + check_timeout(timeout, "timeout")

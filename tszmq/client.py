@@ -336,7 +336,7 @@ class Client(BulkCalls, EngineCalls):
         """
         deadline = _deadline(timeout, time.monotonic())
         session, gate = self._session, Gate()
-        session.check_process()
+        session.check_caller()
         # Chunks nobody reads are not asked for, but what a deadline cuts off is.
         prepared = self._preparer.prepare(
             ids,
@@ -376,7 +376,7 @@ class Client(BulkCalls, EngineCalls):
         """
         deadline = _deadline(timeout, time.monotonic())
         session, gate = self._session, Gate()
-        session.check_process()
+        session.check_caller()
         prepared = self._preparer.prepare(
             ids,
             sampling_params,

@@ -64,7 +64,7 @@ class RequestStream:
             StopIteration: After the chunk with a ``finish_reason``, or once closed.
             TszmqError: The request ended with an error; a new exception at each call.
         """
-        self._session.check_process()
+        self._session.check_caller()
         try:
             return self._next()
         except (StopIteration, TszmqError):
@@ -122,7 +122,7 @@ class RequestStream:
             TimeoutError: The request goes on.
             TszmqError: As the request ended.
         """
-        self._session.check_process()
+        self._session.check_caller()
         request = self._request
         deadline = None
         if timeout is not None:

@@ -376,6 +376,37 @@ def test_a_turn_survives_a_signal_while_it_is_given_up(client_and_engines):
     answer_one(client, engine)
 
 
+# --- a handler that calls the client, inside a change of the client's own ------------------
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["generate", "stream", "generate_many", "as_completed", "stream_many", "next", "result"],
+)
+def test_who_interrupts_a_change_can_neither_submit_nor_wait(client_and_engines, kind):
+    """Whoever else needs the lock would wait for it, and the change is half made."""
+    client, [engine] = client_and_engines()
+    stream = client.stream([1])
+    rid = engine.recv_add().rid
+    paused = client.as_completed([[1], [2]])
+    calls = {
+        "next": lambda: next(stream),
+        "result": lambda: stream.result(timeout=0.1),
+        "as_completed": lambda: next(paused),
+    }
+    call = calls.get(kind) or (lambda: getattr(client, kind)([[1]] if "many" in kind else [1]))
+    with (
+        client._session.shared.state,  # as in a signal handler at this place
+        pytest.raises(RuntimeError, match="let a thread do that"),
+    ):
+        call()
+    engine.expect_nothing()
+    assert inflight(client) == [1]
+    engine.tokens(rid, [5], "stop")
+    assert stream.result(PATIENCE).token_ids == [5]
+    answer_one(client, engine)
+
+
 # --- while the sockets are made ------------------------------------------------------------
 
 

@@ -138,6 +138,21 @@ class Session:
                 f"this client belongs to process {self.shared.pid}: make a new one in the child"
             )
 
+    def check_caller(self) -> None:
+        """Before whatever submits or waits: that the process is right, and that nothing of this
+        client's is being changed further up in this very thread.
+
+        Raises:
+            ForkedClient: In a child process.
+            RuntimeError: In a signal handler, or a finalizer, that interrupts such a change.
+        """
+        self.check_process()
+        if self.shared.state.owned():
+            raise RuntimeError(
+                "a signal handler or finalizer that interrupts a call of this client can abort and "
+                "close, not submit or wait: all others would wait for it; let a thread do that"
+            )
+
     def is_closed(self) -> bool:
         """Whether it was closed, or failed."""
         with self.shared.state as flights:
