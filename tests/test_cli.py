@@ -19,6 +19,7 @@ import attrs
 import pytest
 
 import tszmq.cli
+from tests.mock_engine import MockEngine
 from tszmq import jsonl
 from tszmq.batch import LOOKAHEAD
 from tszmq.errors import EngineDead, HandshakeTimeout, UnsupportedField
@@ -708,6 +709,46 @@ def test_ctrl_c_is_one_line(unit: float) -> None:
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the engines as well
         assert process.wait(10 * unit) == 130
         assert process.stderr.read() == "tszmq: interrupted\n"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_schedulers_and_terminals_end_it_in_order(
+    tmp_path: Path, unit: float, number: int, code: int
+) -> None:
+    """The engine is told to stop, and no files stay behind."""
+    address = f"ipc://{tmp_path}/h/handshake.sock"
+    private = tmp_path / "private"
+    private.mkdir()
+    environ = {**os.environ, "TMPDIR": str(private)}
+    engine = MockEngine(address, 0)
+    with (
+        contextlib.closing(engine),
+        running("generate", "--endpoint", address, env=environ) as process,
+    ):
+        assert process.stdin
+        assert process.stderr
+        process.stdin.write(request(0) + "\n")
+        process.stdin.flush()
+        engine.connect()
+        rid = engine.recv_add().rid
+        process.send_signal(number)
+        assert process.wait(10 * unit) == code
+        assert process.stderr.read().endswith("tszmq: interrupted\n")
+        assert engine.recv_abort() == [rid]
+    assert list(private.iterdir()) == []
+    assert list((tmp_path / "h").iterdir()) == []
+
+
+def test_a_signal_that_is_ignored_stays_so(unit: float) -> None:
+    """As under nohup."""
+    script = (
+        "import signal, sys; from tszmq.cli import main; "
+        "signal.signal(signal.SIGHUP, signal.SIG_IGN); "
+        "code = main(['generate', '/dev/null', '--embedded', '1']); "
+        "assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN; sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], timeout=30 * unit, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 @pytest.mark.embedded

@@ -1,6 +1,7 @@
 """The command line: ``tszmq generate``, ``probe``, ``sim`` and ``bench``.
 
-Exit codes: 0 when all went well, 1 when something failed, 2 for wrong usage, 130 after Ctrl-C.
+Exit codes: 0 when all went well, 1 when something failed, 2 for wrong usage, 130 after Ctrl-C,
+143 after SIGTERM, 129 after SIGHUP.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import json
 import logging
 import math
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -32,6 +35,14 @@ __all__ = ["main"]
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:30500"
 PROGRESS_INTERVAL = 0.1
 """Seconds between two counts on a terminal."""
+
+
+class Ended(KeyboardInterrupt):
+    """A scheduler ends the process, or its terminal has gone."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
 
 
 class UsageError(Exception):
@@ -59,13 +70,14 @@ def _main(words: list[str]) -> int:
 
             return run_sim(words[1:], prog="tszmq sim")
         args = build_parser().parse_args(words)
+        _end_in_order()
         code: int = args.run(args)
         if sys.stdout is not None:
             sys.stdout.flush()
         return code
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         _complain("interrupted")
-        return 130
+        return 128 + (interrupt.number if isinstance(interrupt, Ended) else signal.SIGINT)
     except BrokenPipeError:
         _drop_standard_output()
         return 1
@@ -76,6 +88,23 @@ def _main(words: list[str]) -> int:
         known = isinstance(error, (TszmqError, OSError))
         _complain(str(error) if known else f"{type(error).__name__}: {error}")
         return 1
+
+
+def _end_in_order() -> None:
+    """SIGTERM and SIGHUP as Ctrl-C, unless they are ignored (``nohup``): the engines hear of it.
+
+    The second one ends the process at once.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _ended)
+
+
+def _ended(number: int, _: object) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    raise Ended(number)
 
 
 @contextlib.contextmanager

@@ -82,13 +82,24 @@ class BoundClient:
                 connected before: the client that the first call returned goes on.
             ClientClosed: Closed meanwhile by another thread.
         """
-        if self._session.claimed:
-            raise ConnectError(
-                f"{self.endpoints.handshake} was connected before: use the client that the "
-                "first connect() returned"
-            )
-        self._wait(timeout)
-        return self._kind._connected(self._session)
+        session = self._session
+        try:
+            claim = session.claims.pop()
+        except IndexError:  # another thread waits
+            raise self._connected_before() from None
+        try:
+            if session.claimed:
+                raise self._connected_before()
+            self._wait(timeout)
+            return self._kind._connected(session)
+        finally:
+            session.claims.append(claim)
+
+    def _connected_before(self) -> ConnectError:
+        return ConnectError(
+            f"{self.endpoints.handshake} was connected before, or is being: use the client that "
+            "the first connect() returns"
+        )
 
     def _wait(self, timeout: float | None) -> None:
         session = self._session

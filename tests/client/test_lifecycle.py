@@ -788,6 +788,24 @@ def test_a_bound_client_is_connected_once(client_and_engines):
     assert client.is_alive
 
 
+def test_a_bound_client_is_connected_by_one_thread(client_and_engines):
+    """The other is told so at once: closing its client would close the first one's."""
+    bound = client_and_engines.bind("tcp://127.0.0.1:*")
+    calls = [in_thread(bound.connect) for _ in range(4)]
+    eventually(lambda: sum(call.done() for call in calls) == 3)
+    for call in calls:
+        if call.done():
+            with pytest.raises(tszmq.ConnectError, match="or is being"):
+                call.result()
+    [waiting] = [call for call in calls if not call.done()]
+    engine = client_and_engines.engine(bound.endpoints.handshake, 0).connect()
+    with waiting.result(PATIENCE) as client:
+        answer_one(client, engine)
+        with pytest.raises(tszmq.ConnectError, match="was connected before"):
+            bound.connect()
+        answer_one(client, engine)
+
+
 def test_a_subclass_makes_its_own_kind():
     class Own(tszmq.Client):
         pass
