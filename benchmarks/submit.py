@@ -57,7 +57,7 @@ class Bricks:
         frames = self._time("encode", lambda: protocol.encode_add(add))
         gate = Gate()
         request = Request(add.request_id, len(tokens), gate, time.monotonic(), streaming=True)
-        self._time("admit", lambda: admit(session, Prepared(request, add, frames), None, gate))
+        self._time("admit", lambda: admit(session, Prepared(request, None, add, frames), gate))
         self._time("post", lambda: session.shared.mailbox.post(Add(request, frames)))
         withdraw(session, request, ABORTED)
 

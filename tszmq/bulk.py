@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tszmq.checks import shown
+from tszmq.checks import shown, whole_number
 from tszmq.core.endings import deadline_passed
 from tszmq.core.request import ABORTED, Group, Request
 from tszmq.errors import ClientClosed, DeadlineExceeded, ForkedClient, InvalidRequest, TszmqError
@@ -222,7 +222,7 @@ class _Batch:
         self._unfinished[request.position] = request
         self._queued = True
         try:
-            placed = admit(self._session, prepared, None, self._ticket)
+            placed = admit(self._session, prepared, self._ticket)
         except TszmqError as error:
             placed, self._held = True, None
             self._fail(request.position, error)
@@ -445,11 +445,10 @@ _NO_MORE: Any = object()
 def _window(client: Client, max_inflight: object) -> int:
     """How many requests the call keeps in flight."""
     if max_inflight is not None:
-        if isinstance(max_inflight, bool) or not isinstance(max_inflight, int):
-            raise TypeError(f"max_inflight must be an int or None, got {shown(max_inflight)}")
-        if max_inflight < 1:
+        window = whole_number(max_inflight, "max_inflight", or_none=True)
+        if window < 1:
             raise InvalidRequest(f"max_inflight must be at least 1, got {shown(max_inflight)}")
-        return max_inflight
+        return window
     # Twice what the engines run, so that their queues never run dry.
     running = sum(info.max_num_seqs for info in client.engines if info.alive)
     return max(_WINDOW, 2 * running)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, overload
 
-from tszmq.checks import shown
+from tszmq.checks import shown, whole_number
 from tszmq.core.calls import Call
 from tszmq.errors import DeadlineExceeded, EngineDead, InvalidRank, RequestRejected
 from tszmq.net import mailbox as mail
@@ -66,6 +66,8 @@ class EngineCalls:
         """
         session = self._session
         session.check_caller()
+        if engine_index is not None:
+            engine_index = whole_number(engine_index, "engine_index", or_none=True)
         deadline = None
         if timeout is not None:
             deadline = time.monotonic() + check_timeout(timeout, "timeout")
@@ -86,10 +88,6 @@ class EngineCalls:
         return answers if engine_index is None else answers[engine_index]
 
     def _register_calls(self, engine_index: int | None) -> list[Call]:
-        if engine_index is not None and (
-            isinstance(engine_index, bool) or not isinstance(engine_index, int)
-        ):
-            raise TypeError(f"engine_index must be an int or None, got {shown(engine_index)}")
         with self._session.shared.state as flights:
             if flights.closed is not None:
                 raise flights.closed()

@@ -72,6 +72,24 @@ def plain_float(value: float) -> float:
         return math.inf if plain > 0 else -math.inf
 
 
+def whole_number(value: object, what: str, *, or_none: bool = False) -> int:
+    """An argument that is an int, or numpy's; ``or_none``: None would do, which was looked for.
+
+    Raises:
+        TypeError: It is neither.
+    """
+    plain = value if type(value) is int else _plain(value)
+    if isinstance(plain, bool) or not isinstance(plain, int):
+        kind = "an int or None" if or_none else "an int"
+        raise TypeError(f"{what} must be {kind}, got {shown(value)}")
+    return plain
+
+
+def plain_number(value: object) -> object:
+    """A number as Python's own; anything else as it is."""
+    return value if type(value) in (int, float) else _plain(value)
+
+
 # Validators.
 
 

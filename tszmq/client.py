@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 import attrs
 
 from tszmq.calls import EngineCalls
-from tszmq.checks import shown
+from tszmq.checks import shown, whole_number
 from tszmq.core.endings import deadline_passed
 from tszmq.core.flights import Flights
 from tszmq.core.policy import Policy
@@ -281,10 +281,10 @@ class Client(BulkCalls, EngineCalls):
         checked = check_endpoints(endpoints, allow_remote)
         _check_policy(policy)
         encode_init("", "", parallel_config)  # refuses what cannot be sent
-        _check_count(engine_count, "engine_count", 65536)
+        engine_count = _check_count(engine_count, "engine_count", 65536)
         if max_inflight is not None:
-            _check_count(max_inflight, "max_inflight", None)
-        _check_count(max_message_bytes, "max_message_bytes", 2**62)
+            max_inflight = _check_count(max_inflight, "max_inflight", None)
+        max_message_bytes = _check_count(max_message_bytes, "max_message_bytes", 2**62)
         settings = Settings(
             silence_timeout=_check_limit(silence_timeout, "silence_timeout"),
             silence_warning=_check_limit(silence_warning, "silence_warning"),
@@ -360,7 +360,7 @@ class Client(BulkCalls, EngineCalls):
         )
         request = prepared.request
         try:
-            submit(session, prepared, data_parallel_rank, deadline)
+            submit(session, prepared, deadline)
             del prepared  # it has the prompt
             if not gate.wait(lambda: request.end is not None, deadline):
                 assert timeout is not None
@@ -400,7 +400,7 @@ class Client(BulkCalls, EngineCalls):
         )
         request = prepared.request
         try:
-            submit(session, prepared, data_parallel_rank, deadline)
+            submit(session, prepared, deadline)
             if deadline is not None and timeout is not None:
                 expire_at(session, request, deadline, timeout)
             return RequestStream(session, request, gate)
@@ -485,8 +485,7 @@ class Client(BulkCalls, EngineCalls):
 
     def _state_of(self, engine_index: int) -> Mutex[Flights]:
         self._session.check_process()
-        if isinstance(engine_index, bool) or not isinstance(engine_index, int):
-            raise TypeError(f"engine_index must be an int, got {shown(engine_index)}")
+        engine_index = whole_number(engine_index, "engine_index")
         state = self._session.shared.state
         with state as flights:
             indices = sorted(flights.engines)
@@ -550,12 +549,12 @@ def _check_policy(policy: object) -> None:
         )
 
 
-def _check_count(value: object, what: str, most: int | None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{what} must be an int, got {shown(value)}")
-    if value < 1 or (most is not None and value > most):
+def _check_count(value: object, what: str, most: int | None) -> int:
+    count = whole_number(value, what)
+    if count < 1 or (most is not None and count > most):
         limit = "at least 1" if most is None else f"in [1, {most}]"
         raise InvalidRequest(f"{what} must be {limit}, got {shown(value)}")
+    return count
 
 
 def _check_limit(value: float | None, what: str) -> float | None:

@@ -7,7 +7,7 @@ import time
 
 import attrs
 
-from tszmq.checks import MAX_TOKENS, shown
+from tszmq.checks import MAX_TOKENS, plain_number, shown, whole_number
 from tszmq.core.ids import WireIds
 from tszmq.core.request import Group, Request, Wakeable
 from tszmq.errors import InvalidRequest
@@ -33,6 +33,7 @@ def check_timeout(timeout: object, what: str, *, optional: bool = True) -> float
     Raises:
         TypeError, InvalidRequest: It is not.
     """
+    timeout = plain_number(timeout)
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
         or_none = " or None" if optional else ""
         raise TypeError(f"{what} must be a number of seconds{or_none}, got {shown(timeout)}")
@@ -91,7 +92,11 @@ class Preparer:
             ClientClosed, ForkedClient.
         """
         now = time.monotonic()
-        engine = self._engine(rank)
+        pinned = None
+        if rank is not None:
+            pinned = whole_number(rank, "data_parallel_rank", or_none=True)
+        with self._shared.state as flights:
+            engine = flights.limits(pinned)
         tokens = token_id_list(ids, what="the prompt's token ids", at_most=_longest(engine))
         if params is None:
             params = _DEFAULT_PARAMS
@@ -103,12 +108,11 @@ class Preparer:
             raise TypeError(f"request_id must be a str, got {type(label).__name__}")
         if label is not None:
             label = str.__str__(label)  # of a subclass, the plain text: it is compared under a lock
-        if priority is not None and (isinstance(priority, bool) or not isinstance(priority, int)):
-            raise TypeError(f"priority must be an int, got {shown(priority)}")
+        urgency = None if priority is None else whole_number(priority, "priority")
         protocol = self._shared.protocol
-        protocol.check(tokens, params, priority, engine)
+        protocol.check(tokens, params, urgency, engine)
         wire_id = self._ids.new()
-        add = AddRequest(wire_id, tokens, params, chunks, priority, engine, time.time())
+        add = AddRequest(wire_id, tokens, params, chunks, urgency, engine, time.time())
         frames = protocol.encode_add(add)
         request = Request(
             wire_id,
@@ -122,11 +126,4 @@ class Preparer:
             group=group,
             position=position,
         )
-        return Prepared(request, add, frames)
-
-    def _engine(self, rank: object) -> EngineInfo:
-        """What to validate against."""
-        if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int)):
-            raise TypeError(f"data_parallel_rank must be an int or None, got {shown(rank)}")
-        with self._shared.state as flights:
-            return flights.limits(rank)
+        return Prepared(request, pinned, add, frames)

@@ -40,6 +40,39 @@ def check_refused(call: Callable[[], object], error: type[Exception], text: str)
     assert len(str(caught.value)) < LONGEST_TEXT
 
 
+# --- numbers of numpy ------------------------------------------------------------------------
+
+
+def test_numbers_of_numpy_are_numbers(client_and_engines):
+    """Whatever counts or times were computed with."""
+    client, _ = client_and_engines(2, auto=True, max_inflight=np.int64(8))
+    params = SamplingParams(max_tokens=np.int32(2), temperature=np.float32(0.5))
+    one, number = np.int64(1), np.float64(PATIENCE)
+    done = client.generate([1], params, data_parallel_rank=one, timeout=np.float32(PATIENCE))
+    assert (done.engine_index, type(done.engine_index)) == (1, int)
+    with client.stream([1], params, data_parallel_rank=np.uint8(0), timeout=number) as stream:
+        assert stream.result(np.int16(PATIENCE)).engine_index == 0
+    results = client.generate_many([[1], [2]], params, timeout=number, max_inflight=one)
+    assert len(results) == 2
+    assert client.inflight(one) == 0
+    assert client.load(one) is not None
+    with tszmq.Client.bind(LOOPBACK, engine_count=one, connect_timeout=np.float64(0)) as bound:
+        check_refused(bound.connect, tszmq.HandshakeTimeout, "1 of 1")
+
+
+@pytest.mark.parametrize("wrong", [np.float64(1), np.bool_(True), np.array([1]), "1", 1.0, True])
+def test_what_is_no_int_is_no_rank_or_count(shared_client, wrong):
+    client, _ = shared_client
+    for call in (client.generate, client.stream):
+        check_refused(
+            lambda call=call: call([1], data_parallel_rank=wrong), TypeError, "int or None"
+        )
+    check_refused(lambda: client.generate_many([[1]], max_inflight=wrong), TypeError, "int or None")
+    check_refused(lambda: client.load(wrong), TypeError, "engine_index must be an int")
+    check_refused(lambda: tszmq.Client.bind(LOOPBACK, engine_count=wrong), TypeError, "an int")
+    assert inflight(client) == [0]
+
+
 # --- what changes after it was checked -------------------------------------------------------
 
 

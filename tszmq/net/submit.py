@@ -35,11 +35,13 @@ class Prepared:
 
     Attributes:
         request: Its local half.
+        pinned: The engine that it has to go to, or None.
         add: What its engine is asked for, and the registration that this was validated against.
         frames: The same on the wire.
     """
 
     request: Request
+    pinned: int | None
     add: AddRequest
     frames: list[bytes]
 
@@ -55,7 +57,7 @@ class Prepared:
         self.frames = protocol.encode_add(self.add)
 
 
-def admit(session: Session, prepared: Prepared, pinned: int | None, ticket: Wakeable) -> bool:
+def admit(session: Session, prepared: Prepared, ticket: Wakeable) -> bool:
     """Take a place without waiting; False when there is none.
 
     Also True without a place when the request was aborted before it got one.
@@ -65,9 +67,9 @@ def admit(session: Session, prepared: Prepared, pinned: int | None, ticket: Wake
     """
     while True:
         with session.shared.state as flights:
-            engine = flights.limits(pinned)
+            engine = flights.limits(prepared.pinned)
             if engine is prepared.add.engine:
-                return flights.admit(prepared.request, pinned, time.monotonic(), ticket)
+                return flights.admit(prepared.request, prepared.pinned, time.monotonic(), ticket)
         prepared.adapt(session.shared.protocol, engine)
 
 
@@ -89,9 +91,7 @@ def _give_up(shared: Shared, ticket: Wakeable) -> None:
     wake_all(granted)
 
 
-def submit(
-    session: Session, prepared: Prepared, pinned: int | None, deadline: float | None
-) -> None:
+def submit(session: Session, prepared: Prepared, deadline: float | None) -> None:
     """Place a request, waiting for a place until the deadline, and send it; neither when it is
     aborted meanwhile.
 
@@ -100,9 +100,9 @@ def submit(
         ClientClosed, EngineDead, InvalidRequest: Nothing was reserved.
     """
     if session.max_inflight is None:
-        admit(session, prepared, pinned, prepared.request.gate)
+        admit(session, prepared, prepared.request.gate)
     else:
-        _wait_for_place(session, prepared, pinned, deadline)
+        _wait_for_place(session, prepared, deadline)
     if prepared.request.engine_index >= 0:
         send(session, prepared)
 
@@ -120,13 +120,11 @@ def send(session: Session, prepared: Prepared) -> None:
         time.sleep(0)
 
 
-def _wait_for_place(
-    session: Session, prepared: Prepared, pinned: int | None, deadline: float | None
-) -> None:
+def _wait_for_place(session: Session, prepared: Prepared, deadline: float | None) -> None:
     turn = _Turn()
     try:
         try:
-            _take_turn(session, prepared, pinned, deadline, turn)
+            _take_turn(session, prepared, deadline, turn)
             if prepared.request.engine_index < 0:
                 give_up(session, turn)  # aborted: the place is the next one's
         except BaseException:
@@ -137,10 +135,8 @@ def _wait_for_place(
         raise
 
 
-def _take_turn(
-    session: Session, prepared: Prepared, pinned: int | None, deadline: float | None, turn: _Turn
-) -> None:
-    while not admit(session, prepared, pinned, turn):
+def _take_turn(session: Session, prepared: Prepared, deadline: float | None, turn: _Turn) -> None:
+    while not admit(session, prepared, turn):
         if not turn.wait(turn.take, deadline):
             raise QueueFull(
                 f"{session.max_inflight} requests are unfinished, which is max_inflight, and none "
