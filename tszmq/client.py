@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 __all__ = ["BoundClient", "Client"]
 
 _log = logging.getLogger("tszmq")
+_LOOK_SECONDS = 0.1  # between two looks of whoever started the engines
 _FIRST_PROGRESS = 1.0  # second after which it is said who is missing
 _PROGRESS_SECONDS = 10.0  # between two such lines after that
 _CLOSE_SECONDS = 10.0
@@ -64,6 +65,8 @@ class BoundClient:
         self._session = session
         self._connect_timeout = connect_timeout
         self._kind = kind
+        self._look: Callable[[], object] | None = None
+        """What whoever starts the engines looks at while they are waited for; may raise."""
 
     @property
     def endpoints(self) -> Endpoints:
@@ -108,7 +111,7 @@ class BoundClient:
         if timeout is not None:
             limit = check_timeout(timeout, "timeout")
         try:
-            _wait_for_engines(session, limit)
+            _wait_for_engines(session, limit, self._look)
         except BaseException:
             session.close(_CLOSE_SECONDS)
             raise
@@ -135,32 +138,28 @@ class BoundClient:
         raise TypeError("a BoundClient cannot be copied or pickled: it owns sockets and threads")
 
 
-def _wait_for_engines(session: Session, timeout: float) -> None:
+def _wait_for_engines(session: Session, timeout: float, look: Callable[[], object] | None) -> None:
     shared = session.shared
-    deadline = time.monotonic() + timeout
     started = time.monotonic()
-    pause = _FIRST_PROGRESS
+    deadline, next_told = started + timeout, started + _FIRST_PROGRESS
+    now = started
 
     def settled() -> bool:
         muster = shared.muster
         return muster.missing == 0 or muster.failed is not None or session.is_closed()
 
-    while not settled():
-        shared.arrivals.wait(settled, min(deadline, time.monotonic() + pause))
-        if settled():
-            break
-        pause = _PROGRESS_SECONDS
-        muster = shared.muster
-        if time.monotonic() >= deadline:
-            raise HandshakeTimeout(
-                f"after {timeout} s at {session.endpoints.handshake}: {muster.text}"
-            )
-        _log.info(
-            "tszmq: waiting at %s for %.0f s: %s",
-            session.endpoints.handshake,
-            time.monotonic() - started,
-            muster.text,
-        )
+    while not shared.arrivals.wait(
+        settled, min(deadline, next_told, now + _LOOK_SECONDS if look else math.inf)
+    ):
+        if look is not None:
+            look()
+        now = time.monotonic()
+        where, text = session.endpoints.handshake, shared.muster.text
+        if now >= deadline:
+            raise HandshakeTimeout(f"after {timeout} s at {where}: {text}")
+        if now >= next_told:
+            next_told = now + _PROGRESS_SECONDS
+            _log.info("tszmq: waiting at %s for %.0f s: %s", where, now - started, text)
     session.raise_if_closed()
     if shared.muster.missing and shared.muster.failed is not None:
         raise ConnectError(f"{shared.muster.failed}; {shared.muster.text}")

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import inspect
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from tszmq.errors import ConnectError, HandshakeTimeout
+from tszmq.errors import ConnectError
 from tszmq.sim import Fleet
 from tszmq.sim.options import EngineOptions
 
 if TYPE_CHECKING:
-    from tszmq.client import BoundClient, Client
+    from tszmq.client import Client
 
 __all__ = ["start_embedded"]
-
-_LOOK_SECONDS = 0.1  # between two looks at whether the processes live
 
 
 def start_embedded(kind: type[Client], engine_count: int, options: dict[str, Any]) -> Client:
@@ -56,7 +53,7 @@ def start_embedded(kind: type[Client], engine_count: int, options: dict[str, Any
     )
     try:
         fleet.start(bound.endpoints.handshake)
-        _wait(bound, fleet, engine_options.get("first_index", 0))
+        bound._look = partial(_require_alive, fleet, engine_options.get("first_index", 0))
         client = bound.connect()
     except BaseException:
         bound.close()
@@ -66,24 +63,11 @@ def start_embedded(kind: type[Client], engine_count: int, options: dict[str, Any
     return client
 
 
-def _wait(bound: BoundClient, fleet: Fleet, first_index: int) -> None:
-    """Until ``connect`` need not wait; a process that has ended is not waited for."""
-    session, limit = bound._session, bound._connect_timeout
-    shared = session.shared
-    deadline = time.monotonic() + limit
-
-    def settled() -> bool:
-        muster = shared.muster
-        return muster.missing == 0 or muster.failed is not None or session.is_closed()
-
-    while not shared.arrivals.wait(settled, min(deadline, time.monotonic() + _LOOK_SECONDS)):
-        for index, code in enumerate(fleet.exit_codes, first_index):
-            if code is not None:
-                raise ConnectError(
-                    f"engine {index} ended with exit code {code} before all engines had "
-                    f"connected: its standard error says why; {shared.muster.text}"
-                )
-        if time.monotonic() >= deadline:
-            raise HandshakeTimeout(
-                f"after {limit} s at {session.endpoints.handshake}: {shared.muster.text}"
+def _require_alive(fleet: Fleet, first_index: int) -> None:
+    """A process that has ended is not waited for."""
+    for index, code in enumerate(fleet.exit_codes, first_index):
+        if code is not None:
+            raise ConnectError(
+                f"engine {index} ended with exit code {code} before all engines had connected: "
+                "its standard error says why"
             )

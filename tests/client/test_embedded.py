@@ -53,9 +53,7 @@ def test_an_engine_that_ended_is_not_waited_for(monkeypatch, capfd, started):
         tszmq.sim.fleet, "command_line", lambda options: [f"--unknown={options.index}"]
     )
     began = time.monotonic()
-    with pytest.raises(
-        tszmq.ConnectError, match=r"engine [56] ended with exit code 2 .*2 of 2 engines missing"
-    ):
+    with pytest.raises(tszmq.ConnectError, match=r"engine [56] ended with exit code 2 before"):
         tszmq.Client.embedded(2, first_index=5, connect_timeout=4 * PATIENCE)
     assert time.monotonic() - began < 2 * PATIENCE
     assert "usage" in capfd.readouterr().err
