@@ -15,7 +15,7 @@
     │   └── UnsupportedField         this wire protocol cannot carry that field
     ├── QueueFull                    (also TimeoutError) no place within ``max_inflight`` in time
     ├── DeadlineExceeded             (also TimeoutError) the request's ``timeout`` passed
-    └── LockOrderError               debug builds: a lock was used against the rules
+    └── LockOrderError               a lock (debug builds) or socket was used against the rules
 
 Each pickles and unpickles with its attributes: everything beyond the message is an
 instance attribute, never a constructor argument that pickle would have to guess.
@@ -164,4 +164,5 @@ class DeadlineExceeded(TszmqError, TimeoutError):
 
 
 class LockOrderError(TszmqError):
-    """Debug builds: a lock was taken against the order, twice, or used after its release."""
+    """A socket was taken twice, or used by another thread than took it; in debug builds also: a
+    lock was taken against the order or twice, or what it guards was used after its release."""

@@ -51,7 +51,6 @@ class RequestView:
     """What a policy may know of the request to be placed."""
 
     prompt_tokens: int
-    pinned: int | None = None
 
 
 class Policy(Protocol):

@@ -167,7 +167,7 @@ class RoutingState:
         if not self._alive:
             raise all_dead()
         if self._policy.uses_request:
-            scores = self._score_all(RequestView(prompt_tokens, pinned))
+            scores = self._score_all(RequestView(prompt_tokens))
         else:
             if self._unscored:
                 self._scores = self._score_all(None)
