@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tszmq.checks import shown
+from tszmq.checks import shown, whole_number
 from tszmq.errors import InvalidRequest
 from tszmq.sim.options import MAX_INDEX, EngineOptions, command_line
 
@@ -48,8 +48,8 @@ class Fleet:
     def __init__(
         self, count: int = 1, *, first_index: int = 0, capture: bool = False, **options: Any
     ) -> None:
-        _check_int(first_index, "first_index", 0, MAX_INDEX)
-        _check_int(count, "the number of engines", 1, MAX_INDEX + 1 - first_index)
+        first_index = _int_within(first_index, "first_index", 0, MAX_INDEX)
+        count = _int_within(count, "the number of engines", 1, MAX_INDEX + 1 - first_index)
         if not isinstance(capture, bool):
             raise TypeError(f"capture must be True or False, got {shown(capture)}")
         reserved = {"handshake", "index", "ranks", "control", "die_with_parent"} & set(options)
@@ -230,11 +230,11 @@ class Fleet:
             _close_pipes(child)
 
 
-def _check_int(value: object, what: str, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{what} must be an int, got {shown(value)}")
-    if not low <= value <= high:
+def _int_within(value: object, what: str, low: int, high: int) -> int:
+    number = whole_number(value, what)
+    if not low <= number <= high:
         raise InvalidRequest(f"{what} must be in [{low}, {high}], got {shown(value)}")
+    return number
 
 
 def _environment() -> dict[str, str]:
