@@ -263,7 +263,7 @@ def test_where_it_connects(fake, generate, arguments, endpoint, options) -> None
 
 
 def test_who_waits_is_told_for_what(capsys, monkeypatch, tmp_path, unit: float) -> None:
-    monkeypatch.setattr("tszmq.client._FIRST_PROGRESS", 0.05)
+    monkeypatch.setattr("tszmq.bound._FIRST_PROGRESS", 0.05)
     address = f"ipc://{tmp_path}/h"
     limit = 2.0 * unit
     arguments = ["probe", "--endpoint", address, "--connect-timeout", str(limit)]

@@ -144,7 +144,7 @@ def core_knows_no_protocol(module: Module) -> Iterator[str]:
 
 
 TOP = ("tszmq", "tszmq.__main__", "tszmq.cli")
-CLIENT_PARTS = ("tszmq.bulk", "tszmq.embedded", "tszmq.many")
+CLIENT_PARTS = ("tszmq.bound", "tszmq.bulk", "tszmq.embedded", "tszmq.many")
 """What the client is made of and which is handed the client: it may name its type."""
 
 

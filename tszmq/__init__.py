@@ -6,7 +6,8 @@
 'length'
 """
 
-from tszmq.client import BoundClient, Client
+from tszmq.bound import BoundClient
+from tszmq.client import Client
 from tszmq.errors import (
     ClientClosed,
     ConnectError,

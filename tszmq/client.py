@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import time
@@ -13,13 +12,14 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
 import attrs
 
+from tszmq.bound import CLOSE_SECONDS, BoundClient
 from tszmq.calls import EngineCalls
 from tszmq.checks import shown, whole_number
 from tszmq.core.endings import deadline_passed
 from tszmq.core.flights import Flights
 from tszmq.core.policy import Policy
 from tszmq.core.request import ABORTED, Request
-from tszmq.errors import ConnectError, HandshakeTimeout, InvalidRank, InvalidRequest
+from tszmq.errors import InvalidRank, InvalidRequest
 from tszmq.many import BulkCalls
 from tszmq.net.addresses import check_endpoints
 from tszmq.net.control import Settings
@@ -46,123 +46,7 @@ from tszmq.wire.startup import encode_init
 if TYPE_CHECKING:
     from tszmq.sim import Fleet
 
-__all__ = ["BoundClient", "Client"]
-
-_log = logging.getLogger("tszmq")
-_LOOK_SECONDS = 0.1  # between two looks of whoever started the engines
-_FIRST_PROGRESS = 1.0  # second after which it is said who is missing
-_PROGRESS_SECONDS = 10.0  # between two such lines after that
-_CLOSE_SECONDS = 10.0
-
-
-class BoundClient:
-    """Addresses that are bound, engines that have not come yet; made by ``Client.bind``.
-
-    Any thread may call any method.
-    """
-
-    def __init__(self, session: Session, connect_timeout: float, kind: type[Client]) -> None:
-        self._session = session
-        self._connect_timeout = connect_timeout
-        self._kind = kind
-        self._look: Callable[[], object] | None = None
-        """What whoever starts the engines looks at while they are waited for; may raise."""
-
-    @property
-    def endpoints(self) -> Endpoints:
-        """The addresses actually bound."""
-        return self._session.endpoints
-
-    def connect(self, timeout: float | None = None) -> Client:
-        """Wait until every engine has registered; once.
-
-        Args:
-            timeout: Seconds; None for the client's ``connect_timeout``.
-
-        Raises:
-            HandshakeTimeout: With the stage and the engines missing; everything is released.
-            ConnectError: An engine says that it failed to start; everything is released. Or
-                connected before: the client that the first call returned goes on.
-            ClientClosed: Closed meanwhile by another thread.
-        """
-        session = self._session
-        try:
-            claim = session.claims.pop()
-        except IndexError:  # another thread waits
-            raise self._connected_before() from None
-        try:
-            if session.claimed:
-                raise self._connected_before()
-            self._wait(timeout)
-            return self._kind._connected(session)
-        finally:
-            session.claims.append(claim)
-
-    def _connected_before(self) -> ConnectError:
-        return ConnectError(
-            f"{self.endpoints.handshake} was connected before, or is being: use the client that "
-            "the first connect() returns"
-        )
-
-    def _wait(self, timeout: float | None) -> None:
-        session = self._session
-        session.check_process()
-        limit = self._connect_timeout
-        if timeout is not None:
-            limit = check_timeout(timeout, "timeout")
-        try:
-            _wait_for_engines(session, limit, self._look)
-        except BaseException:
-            session.close(_CLOSE_SECONDS)
-            raise
-
-    def close(self, timeout: float = _CLOSE_SECONDS) -> None:
-        """Free the addresses; a ``connect`` that waits elsewhere raises ClientClosed.
-
-        The client that ``connect`` returned has the same addresses: it is closed as well.
-        """
-        self._session.close(check_timeout(timeout, "timeout", optional=False))
-
-    def __repr__(self) -> str:
-        closed = ", closed" if self._session.shared.ended.is_set() else ""
-        return f"<tszmq.BoundClient at {self.endpoints.handshake}{closed}>"
-
-    def __enter__(self) -> BoundClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if not self._session.claimed:
-            self.close()
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a BoundClient cannot be copied or pickled: it owns sockets and threads")
-
-
-def _wait_for_engines(session: Session, timeout: float, look: Callable[[], object] | None) -> None:
-    shared = session.shared
-    started = time.monotonic()
-    deadline, next_told = started + timeout, started + _FIRST_PROGRESS
-    now = started
-
-    def settled() -> bool:
-        muster = shared.muster
-        return muster.missing == 0 or muster.failed is not None or session.is_closed()
-
-    while not shared.arrivals.wait(
-        settled, min(deadline, next_told, now + _LOOK_SECONDS if look else math.inf)
-    ):
-        if look is not None:
-            look()
-        now = time.monotonic()
-        where, text = session.endpoints.handshake, shared.muster.text
-        if now >= deadline:
-            raise HandshakeTimeout(f"after {timeout} s at {where}: {text}")
-        if now >= next_told:
-            next_told = now + _PROGRESS_SECONDS
-            _log.info("tszmq: waiting at %s for %.0f s: %s", where, now - started, text)
-    session.raise_if_closed()
-    if shared.muster.missing and shared.muster.failed is not None:
-        raise ConnectError(f"{shared.muster.failed}; {shared.muster.text}")
+__all__ = ["Client"]
 
 
 class Client(BulkCalls, EngineCalls):
@@ -497,7 +381,7 @@ class Client(BulkCalls, EngineCalls):
 
     # -- the end
 
-    def close(self, timeout: float = _CLOSE_SECONDS) -> None:
+    def close(self, timeout: float = CLOSE_SECONDS) -> None:
         """Abort what is unfinished, wake every waiter, free the addresses.
 
         Any thread, any number of times. A call that waits elsewhere raises ClientClosed.

@@ -16,7 +16,7 @@ import pytest
 
 from tests.mock_engine import PATIENCE, in_thread
 from tszmq import Client
-from tszmq.client import BoundClient
+from tszmq.bound import BoundClient
 from tszmq.errors import ConnectError, InvalidRequest
 from tszmq.net import addresses, sockets
 from tszmq.net.addresses import (
