@@ -139,7 +139,8 @@ class _Batch:
         self._held: Prepared | None = None  # no place yet
         self._queued = False  # the ticket may be in the queue, or granted a place
         self._exhausted = False
-        self._cut_off: Exception | None = None  # why prompts may be left that nobody counted
+        self._cut_off = False  # by the deadline; prompts may be left that nobody has counted
+        self._told = False  # by some outcome
         self._pulled = 0
         self._done = 0
 
@@ -157,7 +158,7 @@ class _Batch:
                     yield from self._settle()
                     continue
                 if self._exhausted and not self._unfinished and self._held is None:
-                    if self._cut_off is None or not self._finds_more(self._cut_off):
+                    if not self._is_cut_short():
                         return
                     continue
                 if not self._wait():
@@ -216,7 +217,9 @@ class _Batch:
         return True
 
     def _place(self, prepared: Prepared) -> bool:
-        """Send the prepared request; False when the client has no place for it now."""
+        """Send the prepared request; False when the client has no place for it now, or it got
+        none because it failed or was aborted: that is told first, there may be no end of them.
+        """
         request = prepared.request
         # Listed first: whatever interrupts the next lines, the request is aborted.
         self._unfinished[request.position] = request
@@ -239,7 +242,7 @@ class _Batch:
             self._held = None
         if request.engine_index < 0:
             del self._unfinished[request.position]
-        return placed
+        return request.engine_index >= 0
 
     def _fail(self, index: int, error: Exception) -> None:
         """A prompt that was never sent. After a close, so are all that follow."""
@@ -328,19 +331,22 @@ class _Batch:
         assert timeout is not None
         withdraw_all(self._session, list(self._unfinished.values()), deadline_passed(timeout))
         text = f"the batch's timeout of {timeout} s passed before this prompt was sent"
-        if self._total is None and not self._exhausted:
-            self._cut_off = DeadlineExceeded(text)
+        self._cut_off |= self._total is None and not self._exhausted
         self._give_up_rest(lambda: DeadlineExceeded(text))
 
-    def _finds_more(self, error: Exception) -> bool:
-        """Whether a prompt was left, which gets the error: or the batch would look whole."""
-        self._cut_off = None
+    def _is_cut_short(self) -> bool:
+        """Whether a prompt was left although no outcome tells of the deadline: then that prompt's
+        does, or the batch would look whole."""
+        if self._told or not self._cut_off:
+            return False
+        self._cut_off = False
         index, _ = next(self._prompts, (-1, None))
         self._session.check_process()
         if index < 0:
             return False
         self._pulled = index + 1
-        self._settled.append((index, error))
+        text = f"the batch's timeout of {self._timeout} s passed before this prompt was sent"
+        self._settled.append((index, DeadlineExceeded(text)))
         return True
 
     def _settle(self) -> Iterator[tuple[int, Any]]:
@@ -348,6 +354,7 @@ class _Batch:
         self._leave_queue()
         while self._settled:
             index, outcome = self._settled.popleft()
+            self._told |= isinstance(outcome, DeadlineExceeded)
             if not isinstance(outcome, TokenChunk) or outcome.finish_reason is not None:
                 self._done += 1
             if isinstance(outcome, Exception) and not self._return_errors:

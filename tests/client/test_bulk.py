@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import queue
 import threading
 import time
 from collections.abc import Iterator
@@ -732,6 +733,26 @@ def test_batch_timeout_is_told_where_nobody_knows_how_many_prompts_there_are(
 
 
 @pytest.mark.parametrize("kind", BATCHES)
+def test_batch_timeout_that_was_told_asks_for_no_more_prompts(client_and_engines, kind):
+    """Whoever makes them may wait for ever, such as for a result of this call."""
+    client, [engine] = client_and_engines()
+    prompts: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
+    prompts.put([1])
+
+    def run():
+        call = getattr(client, kind)
+        pulled = iter(prompts.get, None)
+        items = call(pulled, timeout=0.5 * UNIT, max_inflight=1, errors="return")
+        return items if kind == "generate_many" else [item for _, item in items]
+
+    batch = in_thread(run)
+    engine.recv_add()
+    [error] = batch.result(PATIENCE)
+    assert type(error) is tszmq.DeadlineExceeded
+    assert engine.recv_abort()
+
+
+@pytest.mark.parametrize("kind", BATCHES)
 def test_a_batch_that_is_whole_before_its_timeout_is_no_error(client_and_engines, kind):
     """Although its iterator is asked after that whether it is."""
     client, [engine] = client_and_engines()
@@ -808,6 +829,23 @@ def test_abort_all_ends_what_a_bulk_call_has_not_sent(client_and_engines, kind):
     again = in_thread(client.generate_many, [[1]])  # later ones are not concerned
     engine.tokens(engine.recv_add().rid, [7], "stop")
     assert again.result(PATIENCE)[0].token_ids == [7]
+
+
+@pytest.mark.parametrize("bound", [None, 1])
+def test_abort_all_of_a_batch_without_end_is_told_as_it_goes(client_and_engines, bound):
+    """Not after all prompts have been pulled, of which there is no last."""
+    client, [engine] = client_and_engines(max_inflight=bound)
+    results = client.as_completed(endless(), SHORT, max_inflight=4)
+    first = in_thread(next, results)
+    rid = engine.recv_add().rid
+    engine.tokens(rid, [10], "stop")
+    assert first.result(PATIENCE)[1].token_ids == [10]
+    client.abort_all()
+    ends = in_thread(lambda: [done.finish_reason for _, done in itertools.islice(results, 20)])
+    assert ends.result(PATIENCE) == ["abort"] * 20
+    results.close()
+    assert waiting_for_a_place(client) == 0
+    assert inflight(client) == [0]
 
 
 def test_abort_all_ends_a_bulk_call_that_waits_for_a_place(client_and_engines):

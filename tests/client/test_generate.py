@@ -581,7 +581,7 @@ ODD: dict[str, tuple[type[Exception], object, dict[str, Any]]] = {
     "priority bool": (TypeError, [1], {"priority": True}),
     "priority text": (TypeError, [1], {"priority": "1"}),
     "priority unprintable": (TypeError, [1], {"priority": Unprintable()}),
-    "rank of numpy": (TypeError, [1], {"data_parallel_rank": np.int64(0)}),
+    "rank of numpy's bool": (TypeError, [1], {"data_parallel_rank": np.bool_(False)}),
     "rank unprintable": (TypeError, [1], {"data_parallel_rank": Unprintable()}),
     "timeout beyond floats": (tszmq.InvalidRequest, [1], {"timeout": -(10**400)}),
     "timeout unprintable": (TypeError, [1], {"timeout": Unprintable()}),

@@ -540,7 +540,7 @@ def test_who_waited_for_a_place_is_checked_against_the_engines_there_are(client_
     else:
         error = waiting.exception(PATIENCE)
     assert type(error) is tszmq.InvalidRequest
-    assert "3000 tokens" in str(error)
+    assert "3000 tokens, engine 1 takes" in str(error)
     assert waiting_for_a_place(client) == 0
     assert inflight(client) == [0, 0]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tszmq.net.peers import CLOSED, Attribution, Connections, inode, local_host, peer_pid
+from tszmq.net.sockets import NOWHERE
 
 pytestmark = pytest.mark.timeout(10)
 
@@ -95,8 +96,9 @@ def test_a_descriptor_that_is_closed_already():
     fd = one.fileno()
     one.close()
     other.close()
-    assert peer_pid(fd) in (CLOSED, None)
-    assert local_host(fd) is None
+    for gone in (fd, NOWHERE):
+        assert peer_pid(gone) in (CLOSED, None)
+        assert local_host(gone) is None
 
 
 def test_a_descriptor_that_is_no_socket_any_more(tmp_path: Path):

@@ -123,9 +123,9 @@ TWO_LOCKS = Mutation(
         Patch(
             "net/submit.py",
             "        with session.shared.state as flights:\n"
-            "            engine = flights.limits(pinned)\n",
+            "            engine = flights.limits(prepared.pinned)\n",
             "        with session.shared.state as flights, session.shared.inflight:\n"
-            "            engine = flights.limits(pinned)\n",
+            "            engine = flights.limits(prepared.pinned)\n",
         ),
         Patch(
             "net/receiver.py",

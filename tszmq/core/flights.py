@@ -8,6 +8,7 @@ it is told the time, and returns whom to wake once the lock is released.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
@@ -481,11 +482,18 @@ class Flights:
 
 
 def narrowest(infos: list[EngineInfo]) -> EngineInfo:
-    """The strictest limits of all: an unpinned request may go to any of them."""
+    """The strictest limits of all, by the name of the engine that has the shortest: an unpinned
+    request may go to any of them."""
     lengths = [info.max_model_len for info in infos if info.max_model_len > 0]
     caches = [i.kv_cache_size_tokens for i in infos if i.kv_cache_size_tokens is not None]
     return attrs.evolve(
-        infos[0],
+        min(infos, key=_longest),
         max_model_len=min(lengths, default=0),
         kv_cache_size_tokens=min(caches, default=None),
     )
+
+
+def _longest(info: EngineInfo) -> float:
+    """How many tokens a sequence can have there at most, as far as the engine said."""
+    limits = [info.max_model_len, info.kv_cache_size_tokens]
+    return min((limit for limit in limits if limit is not None and limit > 0), default=math.inf)

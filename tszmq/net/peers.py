@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import struct
@@ -20,6 +21,8 @@ def _borrowed(fd: int) -> Iterator[socket.socket]:
     Not a duplicate: the descriptor may be that of a file by now, and whoever closes a duplicate
     of a file gives up the locks that the process has on it.
     """
+    if fd < 0:  # no descriptor, which would be a ValueError
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
     borrowed = socket.socket(fileno=fd)
     try:
         yield borrowed

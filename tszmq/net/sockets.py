@@ -254,7 +254,7 @@ class _Binder:
         ):
             bound.setsockopt(option, value)
 
-    def undo(self, error: BaseException) -> None:
+    def undo(self, error: BaseException | None = None) -> None:
         """Close everything.
 
         A signal may have cut off the making of a socket, which only frames of the error have
@@ -265,7 +265,7 @@ class _Binder:
         for made in self._made:
             made.disable_monitor()
             made.close(0)
-        for frame, _ in traceback.walk_tb(error.__traceback__):
+        for frame, _ in traceback.walk_tb(error.__traceback__ if error else None):
             for value in list(frame.f_locals.values()):
                 if isinstance(value, zmq.Socket) and value.context is self.context:
                     value.close(0)
