@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import random
 import signal
+import tempfile
 import threading
 import time
 
@@ -13,6 +14,7 @@ import pytest
 import zmq
 
 import tszmq
+import tszmq.net.session
 from tests.client_fixtures import answer_after_aborts, answer_one, inflight, waiting_for_a_place
 from tests.core.parts import interrupt_everywhere
 from tests.mock_engine import PATIENCE, eventually, in_thread, predicted
@@ -430,4 +432,43 @@ def test_ctrl_c_while_a_socket_is_made(monkeypatch, short_dir, nth):
     assert next(count) == nth + 1
     eventually(lambda: threading.active_count() == before)
     assert list(short_dir.iterdir()) == []
+    tszmq.Client.bind(address).close()
+
+
+@pytest.mark.parametrize("nth", range(3))
+def test_ctrl_c_just_after_a_socket_is_bound(monkeypatch, short_dir, nth):
+    """Its file is removed although nobody was told yet that it is there."""
+    bind, count = zmq.Socket.bind, itertools.count()
+
+    def cut_off(bound, address):
+        bind(bound, address)
+        if "inproc" not in address and next(count) == nth:
+            raise KeyboardInterrupt
+
+    check_nothing_stays(monkeypatch, short_dir, zmq.Socket, "bind", cut_off)
+    assert next(count) == nth + 1
+
+
+@pytest.mark.parametrize("what", ["Mailbox", "mutex", "Muster", "_threads"])
+def test_ctrl_c_after_all_sockets_are_bound(monkeypatch, short_dir, what):
+    def cut_off(*_, **__):
+        raise KeyboardInterrupt
+
+    check_nothing_stays(monkeypatch, short_dir, tszmq.net.session, what, cut_off)
+
+
+def check_nothing_stays(monkeypatch, short_dir, owner, name, cut_off):
+    """Neither files nor threads, and the address is free."""
+    private = short_dir / "private"
+    private.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(private))
+    address = f"ipc://{short_dir}/h/handshake.sock"
+    before = threading.active_count()
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, cut_off)
+        call = in_thread(tszmq.Client.bind, address)
+        assert type(call.exception(PATIENCE)) is KeyboardInterrupt
+    eventually(lambda: threading.active_count() == before)
+    assert list(private.iterdir()) == []
+    assert list((short_dir / "h").iterdir()) == []
     tszmq.Client.bind(address).close()

@@ -373,6 +373,21 @@ def test_what_somebody_else_has_put_there_stays(short):
     assert aside.exists()
 
 
+def test_what_was_only_expected_is_removed_if_it_is_a_dead_socket(short):
+    """A signal came before it could be said that it was bound."""
+    files = IpcFiles()
+    dead, living, other = short / "dead", short / "living", short / "other"
+    bind(str(dead))
+    other.write_text("")
+    with socket.socket(socket.AF_UNIX) as somebody:
+        somebody.bind(str(living))
+        somebody.listen()
+        for path in (dead, living, other, short / "absent"):
+            files.expect(str(path))
+        files.remove()
+    assert {path.name for path in short.iterdir()} == {"living", "other"}
+
+
 def test_a_private_directory_with_something_in_it_stays():
     files = IpcFiles()
     directory = Path(ipc_path(files.private_address("in"))).parent

@@ -262,7 +262,7 @@ class IpcFiles:
 
     def __init__(self) -> None:
         self._directory: str | None = None
-        self._paths: list[tuple[str, tuple[int, int]]] = []
+        self._paths: dict[str, tuple[int, int] | None] = {}  # to what is ours there
 
     def private_address(self, name: str) -> str:
         """``ipc://`` in a fresh directory that only this user can enter."""
@@ -275,18 +275,25 @@ class IpcFiles:
             self._directory = directory
         return f"ipc://{os.path.join(self._directory, name)}"
 
+    def expect(self, path: str) -> None:
+        """A socket of ours will be bound at that path, which nobody else has: should a signal
+        come between, it is removed all the same."""
+        self._paths[_absolute(path)] = None
+
     def bound(self, path: str) -> None:
         """A socket of ours is bound there now: only this user may connect."""
         os.chmod(path, 0o600)
         found = os.lstat(path)
-        self._paths.append((_absolute(path), (found.st_dev, found.st_ino)))
+        self._paths[_absolute(path)] = found.st_dev, found.st_ino
 
     def remove(self) -> None:
         """Remove what is still ours: not a file that somebody else has put there since."""
-        for path, identity in self._paths:
-            with contextlib.suppress(OSError):
+        for path, identity in self._paths.items():
+            with contextlib.suppress(OSError, ConnectError):
                 found = os.lstat(path)
-                if (found.st_dev, found.st_ino) == identity:
+                if identity is None:  # and closed by now, if it is ours
+                    _clear_left_over(path)
+                elif (found.st_dev, found.st_ino) == identity:
                     os.unlink(path)
         self._paths.clear()
         if self._directory is not None:

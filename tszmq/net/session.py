@@ -82,19 +82,24 @@ class Session:
         startup = Startup(engine_count)
         with binding_alone(endpoints):
             sockets = bind_sockets(endpoints, max_message_bytes)
-        self.endpoints = sockets.endpoints
+        mailbox = None
         try:
+            self.endpoints = sockets.endpoints
             mailbox = Mailbox()
-        except OSError as error:  # no descriptor is left for it
+            self.shared = Shared(
+                state=mutex(Level.STATE, Flights(self.ids, policy, max_inflight)),
+                mailbox=mailbox,
+                protocol=protocol,
+                muster=Muster(startup.num_missing(), startup.describe_missing()),
+            )
+            self._threads = _threads(sockets, self.shared, startup, settings, on_closed)
+        except BaseException as error:
             _release(sockets)
-            raise ConnectError(f"cannot make the client's own sockets: {error}") from error
-        self.shared = Shared(
-            state=mutex(Level.STATE, Flights(self.ids, policy, max_inflight)),
-            mailbox=mailbox,
-            protocol=protocol,
-            muster=Muster(startup.num_missing(), startup.describe_missing()),
-        )
-        self._threads = _threads(sockets, self.shared, startup, settings, on_closed)
+            if mailbox is not None:
+                mailbox.close()
+            if isinstance(error, OSError):  # no descriptor is left for the mailbox
+                raise ConnectError(f"cannot make the client's own sockets: {error}") from error
+            raise
         self._start(sockets)
         # A forgotten session: the finalizer only posts; the threads do the rest.
         self._finalizer = weakref.finalize(self, self.shared.mailbox.post, mail.Stop())

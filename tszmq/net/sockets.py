@@ -228,6 +228,7 @@ class _Binder:
             self._prepare_tcp(bound, address)
         else:
             claim_ipc_path(ipc_path(address))
+            self.files.expect(ipc_path(address))
         try:
             bound.bind(address)
         except zmq.ZMQError as error:
