@@ -739,6 +739,20 @@ def test_schedulers_and_terminals_end_it_in_order(
     assert list((tmp_path / "h").iterdir()) == []
 
 
+def test_a_program_that_runs_a_command_keeps_its_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def probe(_: argparse.Namespace) -> int:
+        seen.append(signal.getsignal(signal.SIGTERM))
+        return 0
+
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
+    monkeypatch.setattr("tszmq.cli._probe", probe)
+    assert tszmq.cli.main(["probe"]) == 0
+    assert seen != before[:1]
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)] == before
+
+
 def test_a_signal_that_is_ignored_stays_so(unit: float) -> None:
     """As under nohup."""
     script = (

@@ -70,8 +70,8 @@ def _main(words: list[str]) -> int:
 
             return run_sim(words[1:], prog="tszmq sim")
         args = build_parser().parse_args(words)
-        _end_in_order()
-        code: int = args.run(args)
+        with _ending_in_order():
+            code: int = args.run(args)
         if sys.stdout is not None:
             sys.stdout.flush()
         return code
@@ -90,16 +90,23 @@ def _main(words: list[str]) -> int:
         return 1
 
 
-def _end_in_order() -> None:
+@contextlib.contextmanager
+def _ending_in_order() -> Iterator[None]:
     """SIGTERM and SIGHUP as Ctrl-C, unless they are ignored (``nohup``): the engines hear of it.
 
     The second one ends the process at once.
     """
-    if threading.current_thread() is not threading.main_thread():
-        return
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, _ended)
+    changed = []
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                changed.append(number)
+                signal.signal(number, _ended)
+    try:
+        yield
+    finally:
+        for number in changed:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _ended(number: int, _: object) -> None:
