@@ -44,6 +44,8 @@ class RawFrontend:
         sock = self.context.socket(kind)
         sock.setsockopt(zmq.LINGER, 0)
         sock.setsockopt(zmq.RCVHWM, high_water)
+        if kind == zmq.ROUTER:  # else an engine that comes back may be ignored for good
+            sock.setsockopt(zmq.ROUTER_HANDOVER, 1)
         sock.bind(address)
         return sock
 
