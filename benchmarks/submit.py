@@ -45,7 +45,8 @@ class Bricks:
         self._client = client
         self._session = client._session
         self._ids = self._session.ids
-        self._info = client.engines[0]
+        with self._session.shared.state as flights:
+            self._info = flights.limits(None)
         self.seconds: dict[str, list[float]] = {}
 
     def call(self) -> None:
