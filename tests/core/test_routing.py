@@ -369,7 +369,7 @@ def test_the_formula(own, figures, score):
         state.commit(0, figures)
     engine = state._engines[0]
     assert LeastLoaded().score(engine) == score
-    assert state._scores == [score]
+    assert state._rescored() == [score]
 
 
 def test_cache_pressure_sends_requests_elsewhere():
@@ -449,7 +449,7 @@ def consistent(state: RoutingState) -> None:
         figures = state.load(index)
         assert ids or figures is None or figures == figures.idle()
     living = [state._engines[index] for index in state.alive_indices()]
-    assert state._scores == [LeastLoaded().score(engine) for engine in living]
+    assert state._rescored() == [LeastLoaded().score(engine) for engine in living]
 
 
 def test_a_reservation_that_a_signal_cut_off_can_be_released():

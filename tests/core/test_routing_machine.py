@@ -206,8 +206,9 @@ class RoutingMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_kept_scores_are_those_of_the_formula(self) -> None:
-        assert self.state._scores == [self.model[index].score() for index in self.alive()]
-        for index, score in zip(self.alive(), self.state._scores, strict=True):
+        scores = self.state._rescored()
+        assert scores == [self.model[index].score() for index in self.alive()]
+        for index, score in zip(self.alive(), scores, strict=True):
             assert score >= len(self.model[index].requests)
 
 

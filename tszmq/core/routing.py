@@ -81,8 +81,9 @@ class RoutingState:
         self._policy: Policy = policy or LeastLoaded()
         self._engines: dict[int, _Engine] = {}
         self._alive: list[int] = []  # indices of living engines, in order
-        self._scores: list[float] = []  # beside _alive, kept while the policy allows it
-        self._unscored = False  # the policy failed for one of them
+        # Beside _alive, kept while the policy allows it, but for those whose engine has changed.
+        self._scores: list[float] = []
+        self._changed: set[_Engine] = set()
         self._turn = 0
 
     # -- engines
@@ -115,20 +116,8 @@ class RoutingState:
         living = [self._engines[index] for index in self._alive]
         for position, engine in enumerate(living):
             engine.position = position
-        if not self._policy.uses_request:
-            self._scores = [self._score(engine) for engine in living]
-
-    def _rescore(self, engine: _Engine) -> None:
-        if engine.alive and not self._policy.uses_request:
-            self._scores[engine.position] = self._score(engine)
-
-    def _score(self, engine: _Engine) -> float:
-        try:
-            return self._policy.score(engine, None)
-        except Exception:
-            # A caller's policy must leave nothing half released: whoever chooses next hears of it.
-            self._unscored = True
-            return math.inf
+        self._scores = [math.inf] * len(living)
+        self._changed = set(living)
 
     # -- requests
 
@@ -158,7 +147,7 @@ class RoutingState:
         engine.inflight[request_id] = prompt_tokens
         engine.unstarted[request_id] = prompt_tokens
         engine.pending_prompt_tokens += prompt_tokens
-        self._rescore(engine)
+        self._changed.add(engine)
 
     def choose(self, prompt_tokens: int, pinned: int | None = None) -> int:
         """The first half of ``reserve``, arguments and errors as there: take nothing yet."""
@@ -169,10 +158,7 @@ class RoutingState:
         if self._policy.uses_request:
             scores = self._score_all(RequestView(prompt_tokens))
         else:
-            if self._unscored:
-                self._scores = self._score_all(None)
-                self._unscored = False
-            scores = self._scores
+            scores = self._rescored()
         count = len(scores)
         start = self._turn % count
         position = self._policy.pick(scores, start)
@@ -181,8 +167,21 @@ class RoutingState:
         self._turn = position + 1
         return self._alive[position]
 
-    def _score_all(self, request: RequestView | None) -> list[float]:
+    def _score_all(self, request: RequestView) -> list[float]:
         return [self._policy.score(self._engines[index], request) for index in self._alive]
+
+    def _rescored(self) -> list[float]:
+        """The scores, those of engines that have changed made new.
+
+        Here and nowhere else: a policy that raises must do so to whoever chooses, and not where
+        something is half released; and more batches come than requests.
+        """
+        scores, changed = self._scores, self._changed
+        for engine in list(changed):
+            if engine.alive:
+                scores[engine.position] = self._policy.score(engine, None)
+            changed.discard(engine)
+        return scores
 
     def _check_pin(self, pinned: int) -> int:
         engine = self._engines.get(pinned)
@@ -228,7 +227,7 @@ class RoutingState:
         for request_id, tokens in finished:
             self._remove(engine, request_id, tokens)
         engine.settle()
-        self._rescore(engine)
+        self._changed.add(engine)
 
     def advance(self, index: int, load: EngineLoad | None, generated: int) -> None:
         """``commit`` of a batch that starts and finishes nothing; arguments as there."""
@@ -239,8 +238,7 @@ class RoutingState:
         if load is not None and load is not engine.load:
             engine.load = load
             engine.settle()
-        if engine.alive and not self._policy.uses_request:
-            self._scores[engine.position] = self._score(engine)
+        self._changed.add(engine)
 
     def release(self, index: int, request_id: str, generated: int = 0) -> bool:
         """Give a place back; only the first release of an id counts.
@@ -259,7 +257,7 @@ class RoutingState:
         released = self._remove(engine, request_id, generated)
         # Also when it was not: an earlier release of it may have been interrupted here.
         engine.settle()
-        self._rescore(engine)
+        self._changed.add(engine)
         return released
 
     def recount(self, index: int, generated: Mapping[str, int]) -> None:
@@ -277,7 +275,7 @@ class RoutingState:
             for request_id, prompt_tokens in engine.inflight.items()
             if request_id not in engine.unstarted
         )
-        self._rescore(engine)
+        self._changed.add(engine)
 
     @staticmethod
     def _remove(engine: _Engine, request_id: str, generated: int) -> bool:
