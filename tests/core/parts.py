@@ -14,7 +14,7 @@ from tszmq.core.ids import WireIds
 from tszmq.core.policy import Policy
 from tszmq.core.request import Group, Request
 from tszmq.types import EngineInfo, EngineLoad
-from tszmq.wire.base import RUNNING, EngineBatch, OneEach
+from tszmq.wire.base import RUNNING, Counts, EngineBatch, OneEach
 
 NONCE = "0123456789abcdef"
 
@@ -89,10 +89,10 @@ class Place:
         )
         batch.one_each = OneEach(
             array("I", [row[1] for row in rows]),
-            array("I", counts).tobytes(),
             None if logprobs is None else array("d", [value for [value] in logprobs]),
+            Counts.of(counts),
         )
-        batch.token_ids, batch.logprobs = [], None
+        batch.token_ids, batch.logprobs, batch.completion_tokens = [], None, None
         return batch
 
     def tokens_of(self, request: Request) -> list[int]:

@@ -999,7 +999,8 @@ def apply_naively(expected: dict[str, Expected], batch: Any, now: float) -> None
             refused = reason == "abort" and not each.tokens
             each.cached = batch.cached_tokens[i]
             ends.setdefault(batch.request_ids[i], "refused" if refused else reason)
-    gaps = [(i, each) for i, each in known if batch.completion_tokens[i] > len(each.tokens)]
+    counts = batch.rows_of_counts()
+    gaps = [(i, each) for i, each in known if counts[i] > len(each.tokens)]
     for i, each in gaps:
         ends[batch.request_ids[i]] = "lost"
         kept = len(each.tokens) - len(token_ids[i])  # what came after the gap is not shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 from unittest import mock
 
 import attrs
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 
 from tests.core.parts import Place
 from tszmq.core.request import ABORTED, Request
+from tszmq.errors import TokensLost
+from tszmq.wire.base import Counts, OneEach
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -202,3 +205,77 @@ def test_everyone_gets_his_own_whoever_ends_or_joins(logprobs, first, rounds):
             assert crowd.place.flights.withdraw(row.request, ABORTED, 3.0)
             crowd.verify(row)
     crowd.verify_all()
+
+
+class Series:
+    """The same rows in batches that count on from one another, as the decoder gives them."""
+
+    def __init__(self, rows: int) -> None:
+        self.place = Place()
+        self.requests = [self.place.admit() for _ in range(rows)]
+        self.counts = Counts.of([1] * rows)
+        self.ids = [request.wire_id for request in self.requests]
+
+    def step(self, ahead: int, **columns: Any) -> None:
+        """The batch after so many others; its tokens tell which."""
+        rows = [(request, ahead) for request in self.requests]
+        batch = self.place.step(*rows, counts=[1 + ahead] * len(rows), **columns)
+        assert batch.one_each is not None
+        batch.one_each = OneEach(batch.one_each.tokens, None, self.counts, ahead)
+        batch.request_ids = self.ids
+        self.place.flights.apply(batch, 2.0)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_counts_that_count_on_are_believed(rows):
+    series = Series(rows)
+    for ahead in range(150):
+        series.step(ahead)
+    for request in series.requests:
+        assert series.place.tokens_of(request) == list(range(150))
+
+
+@pytest.mark.parametrize("before", [1, 2, 3, 70])
+@pytest.mark.parametrize("missing", [1, 2, 64])
+def test_counts_that_count_on_after_a_gap_have_lost_tokens(before, missing):
+    series = Series(3)
+    for ahead in range(before):
+        series.step(ahead)
+    series.step(before + missing)
+    for request in series.requests:
+        with pytest.raises(TokensLost, match=f"{before + missing + 1} tokens"):
+            request.result()
+        assert request.tokens.tolist() == list(range(before))
+
+
+def test_the_same_batch_twice_is_no_next_one():
+    series = Series(2)
+    for ahead in (0, 1, 2, 2):
+        series.step(ahead)
+    assert [series.place.tokens_of(request) for request in series.requests] == [[0, 1, 2, 2]] * 2
+
+
+def test_counts_that_count_on_are_of_the_rows_that_are_left():
+    """One ends: the others' counts are compared as numbers then, and are still right."""
+    series = Series(3)
+    for ahead in range(5):
+        series.step(ahead)
+    series.place.flights.withdraw(series.requests[1], ABORTED, 3.0)
+    del series.requests[1]
+    series.ids = [request.wire_id for request in series.requests]
+    series.counts = Counts.of([1, 1])
+    for ahead in range(5, 9):
+        series.step(ahead)
+    for request in series.requests:
+        assert series.place.tokens_of(request) == list(range(9))
+        assert request.end is None
+
+
+def test_a_row_that_is_there_twice_gets_its_tokens_in_order():
+    place = Place()
+    request = place.admit()
+    for step in range(1, 9):
+        batch = place.step((request, 2 * step), (request, 2 * step + 1), counts=[step - 1] * 2)
+        batch.request_ids = [request.wire_id] * 2
+        place.flights.apply(batch, 2.0)
+    assert place.tokens_of(request) == list(range(2, 18))

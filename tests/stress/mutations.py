@@ -238,8 +238,8 @@ BY_TESTS = [
         (
             Patch(
                 "core/flights.py",
-                "            rows.deal_to(batch.finished)\n",
-                "            pass\n",
+                "        rows.deal_to(batch.finished)\n",
+                "",
             ),
         ),
         (f"{STEPS}::test_an_abort_after_tokens_that_are_kept_is_no_refusal",),
@@ -274,11 +274,38 @@ BY_TESTS = [
         (
             Patch(
                 "wire/columns.py",
-                "        if table[at::width] != byte * rows:\n            return None\n",
-                "        pass\n",
+                "    if number & mask:\n        return None\n",
+                "",
             ),
         ),
         ("tests/wire/test_columns.py::test_no_short_sequence_is_read_wrongly",),
+        "AssertionError",
+    ),
+    Mutation(
+        "counts are foretold that need another width",
+        (
+            Patch(
+                "wire/tokenspeed_repeat.py",
+                "            and self._ahead < self._most_ahead\n",
+                "",
+            ),
+        ),
+        (
+            "tests/wire/test_tokenspeed_repeat.py"
+            "::test_counts_that_need_another_width_are_not_foretold",
+        ),
+        "AssertionError",
+    ),
+    Mutation(
+        "a batch that counts on from an earlier one is taken for the next",
+        (
+            Patch(
+                "core/steps.py",
+                "            are_next = step.ahead == last.ahead + 1\n",
+                "            are_next = True\n",
+            ),
+        ),
+        (f"{STEPS}::test_counts_that_count_on_after_a_gap_have_lost_tokens",),
         "AssertionError",
     ),
     Mutation(

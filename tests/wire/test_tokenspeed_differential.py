@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import sys
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +34,7 @@ def outcome(read: Callable[[bytes], EngineBatch], data: bytes) -> Any:
         **attrs.asdict(batch),
         "token_ids": batch.rows_of_tokens(),
         "logprobs": batch.rows_of_logprobs(),
+        "completion_tokens": batch.rows_of_counts(),
         "finished": list(batch.finished),
         "one_each": None,  # the quick way's alone
     }
@@ -44,9 +46,10 @@ def check_one_each(batch: EngineBatch) -> None:
     step = batch.one_each
     if step is None:
         return
-    assert (batch.token_ids, batch.logprobs) == ([], None)
+    assert (batch.token_ids, batch.logprobs, batch.completion_tokens) == ([], None, None)
     assert len(step.tokens) == len(batch.request_ids) == batch.num_tokens
-    assert batch.completion_tokens == array("I", step.counts).tolist()
+    packed = array("I", step.completion_tokens()).tobytes()
+    assert step.number() == int.from_bytes(packed, sys.byteorder)
     if step.logprobs is not None:
         assert len(step.logprobs) == len(step.tokens)
 

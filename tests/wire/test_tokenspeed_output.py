@@ -60,6 +60,7 @@ def columns_of(batch: EngineBatch) -> dict[str, Any]:
         **attrs.asdict(batch),
         "token_ids": batch.rows_of_tokens(),
         "logprobs": batch.rows_of_logprobs(),
+        "completion_tokens": batch.rows_of_counts(),
         "finished": list(batch.finished),
         "one_each": None,
     }
@@ -206,7 +207,7 @@ def test_counts_that_contain_the_bytes_of_a_bool(rows: int, value: int) -> None:
         pack(batch(rows, tokens=[[value]] * rows, prompt=column, completion=column, cached=column))
     )
     assert read.rows_of_tokens() == [[value]] * rows
-    assert (read.prompt_tokens, read.completion_tokens, read.cached_tokens) == (column,) * 3
+    assert (read.prompt_tokens, read.rows_of_counts(), read.cached_tokens) == (column,) * 3
 
 
 def test_ids_may_hold_any_text(rows: int) -> None:

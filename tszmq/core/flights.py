@@ -300,17 +300,20 @@ class Flights:
         Raises:
             DecodeError: A token id is not an int in [0, 2**32); nothing was stored.
         """
-        index = -1 if batch.engine_index is None else batch.engine_index
-        rows = self._rows.get(index)
-        if rows is None or not (
-            rows.are(batch.request_ids) or rows.grow(batch.request_ids, self.requests)
-        ):
+        ids = batch.request_ids
+        rows = None if batch.engine_index is None else self._rows.get(batch.engine_index)
+        if rows is None or not (ids is rows.ids or rows.are(ids) or rows.grow(ids, self.requests)):
             known, rows = self._resolve(batch)
             if not rows.requests:
                 return Applied([], [], self._apply_load(batch, now))
             batch = known
         elif rows.take_step(batch):
-            return self._apply_step(rows, batch, now)
+            if batch.finished or rows.unstarted:
+                return self._apply_step(rows, batch, now)
+            self.routing.advance(rows.source, batch.load, len(rows.arrays))
+            self.engines[rows.source].last_output = now
+            rows.hidden = rows.nothing_to_do.hidden
+            return rows.nothing_to_do
         else:
             rows.spill()
         rows.store(batch)
@@ -318,26 +321,20 @@ class Flights:
         rows.store_details(batch)
         started = rows.start(now, batch.cached_tokens)
         ended = self._ends(rows, batch)
-        counts = batch.completion_tokens
-        counted = counts is not None and rows.count(batch)
-        gaps = [] if counted or counts is None else self._find_gaps(rows, counts, ended)
+        gaps = [] if rows.count(batch) else self._find_gaps(rows, batch.rows_of_counts(), ended)
         self._commit(rows, batch, started, ended, now)
         for position in gaps:
             rows.take_back(position, batch.tokens_in(position))
         return self._deliver(rows, batch, ended, now)
 
     def _apply_step(self, rows: Rows, batch: EngineBatch, now: float) -> Applied:
-        """The rest of ``apply`` for a batch whose tokens the rows keep together."""
-        if batch.finished or rows.unstarted:
-            started = rows.start(now, batch.cached_tokens)
-            rows.deal_to(batch.finished)
-            ended = self._ends(rows, batch)
-            self._commit(rows, batch, started, ended, now)
-            return self._deliver(rows, batch, ended, now)
-        self.routing.advance(rows.source, batch.load, len(rows.arrays))
-        self.engines[rows.source].last_output = now
-        rows.hidden = rows.nothing_to_do.hidden
-        return rows.nothing_to_do
+        """The rest of ``apply`` for a batch whose tokens the rows keep together, where requests
+        start or end with it."""
+        started = rows.start(now, batch.cached_tokens)
+        rows.deal_to(batch.finished)
+        ended = self._ends(rows, batch)
+        self._commit(rows, batch, started, ended, now)
+        return self._deliver(rows, batch, ended, now)
 
     def _resolve(self, batch: EngineBatch) -> tuple[EngineBatch, Rows]:
         """Whose rows these are; without those of requests that are not (or no longer) ours."""
@@ -369,8 +366,10 @@ class Flights:
         return ends
 
     @staticmethod
-    def _find_gaps(rows: Rows, counts: list[int], ended: dict[int, End]) -> list[int]:
+    def _find_gaps(rows: Rows, counts: list[int] | None, ended: dict[int, End]) -> list[int]:
         """A row that counts more tokens than arrived has lost a message: end it with that."""
+        if counts is None:  # the wire does not tell
+            return []
         gaps = [at for at, count in enumerate(counts) if count > len(rows.arrays[at])]
         for position in gaps:
             ended[position] = tokens_lost(counts[position], abort=position not in ended)

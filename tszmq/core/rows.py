@@ -135,10 +135,8 @@ class Rows:
     # -- which rows
 
     def are(self, ids: list[str]) -> bool:
-        """Whether a batch with these ids has just these rows."""
+        """Whether a batch with these ids, which are another list, has just these rows."""
         mine = self.ids
-        if ids is mine:
-            return bool(mine)
         if ids != mine or not mine:
             return False
         self.ids = ids  # the decoder gives the same list again
@@ -259,9 +257,10 @@ class Rows:
         Args:
             batch: One with these rows.
         """
-        if not self._steps.take(batch, bool(self._scored)):
+        steps = self._steps
+        if not steps.take(batch, self._scored):
             return False
-        if self._steps.full:
+        if steps.steps_left <= 0:
             self.spill()
         return True
 
@@ -375,7 +374,7 @@ def only_rows(batch: EngineBatch, keep: list[int]) -> EngineBatch:
         finish_reasons=reasons,
         finished=[at for at, reason in enumerate(reasons) if reason != RUNNING],
         num_tokens=None,
-        completion_tokens=pick_optional(batch.completion_tokens),
+        completion_tokens=pick_optional(batch.rows_of_counts()),
         prompt_tokens=pick_optional(batch.prompt_tokens),
         cached_tokens=pick_optional(batch.cached_tokens),
         logprobs=pick_optional(batch.rows_of_logprobs()),

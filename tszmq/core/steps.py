@@ -18,11 +18,10 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, TypeVar
 
 from tszmq.removal import remove_rows, without_rows
-from tszmq.wire.base import EngineBatch, OneEach
+from tszmq.wire.base import EngineBatch, OneEach, ones
 
 __all__ = ["Steps"]
 
@@ -36,91 +35,94 @@ class Steps:
 
     A row's position is its place in the batches; its first is where its tokens start in the
     block: in its lane, at the step with which it joined.
+
+    Attributes:
+        steps_left: How many can be kept before it is time to deal them out.
     """
 
     __slots__ = (
-        "_capacity",
         "_counts",
         "_firsts",
         "_holes",
+        "_last",
         "_logprobs",
-        "_number",
         "_spare",
         "_stride",
         "_tokens",
+        "steps_left",
     )
 
     def __init__(self) -> None:
-        self._counts: bytes | None = None  # what is kept here included; None when not known
-        self._number: int | None = None  # the same as one integer; None when not worked out
+        # The counts, what is kept here included: those of a batch, or 32 bits each; or not known.
+        self._last: OneEach | None = None
+        self._counts = b""
         self._tokens = array("I")  # the block
         self._logprobs = array("d")  # beside it, where the rows have any
         self._stride = 0  # lanes of the block
-        self._capacity = 0  # of the block, in tokens
+        self.steps_left = 0
         self._firsts: list[int] = []
         self._holes: list[int] = []  # lanes of rows that ended, in order
         self._spare = False  # rows join: start with spare lanes
 
     def forget(self) -> None:
         """The rows are others, or get tokens in another way."""
-        self._counts = None
+        self._last = None
+        self._counts = b""
 
     def count(self, batch: EngineBatch, arrays: Sequence[array[int]]) -> bool:
         """Whether a batch, which has been stored, counts for each row what has come for it; if
         so, ``take`` may be asked to keep the next."""
         step = batch.one_each
-        if step is not None and self._counts is not None and self._are_next(step):
+        if step is not None and self._are_next(step):
             return True
-        self._counts = None if step is None else step.counts
-        self._number = None
-        if batch.completion_tokens == list(map(len, arrays)):
-            return True
-        self._counts = None
-        return False
+        self.forget()
+        if batch.rows_of_counts() != list(map(len, arrays)):
+            return False
+        self._last = step
+        return True
 
-    def take(self, batch: EngineBatch, scored: bool) -> bool:
+    def take(self, batch: EngineBatch, scored: Sequence[int]) -> bool:
         """Keep a batch of the rows that are known here.
 
         Args:
             batch: The batch.
-            scored: Whether any of the rows wants logprobs.
+            scored: The rows that want logprobs.
 
         Returns:
             False when it has to be looked at.
         """
         step = batch.one_each
-        if step is None or self._counts is None or batch.details:
+        if step is None or batch.details or (scored and step.logprobs is None):
             return False
-        if (scored and step.logprobs is None) or not self._are_next(step):
+        if not self._are_next(step):
             return False
+        tokens = step.tokens
         if not self._tokens:
-            self._begin(len(step.tokens))
-        self._tokens += self._in_lanes(step.tokens)
+            self._begin(len(tokens))
+        self._tokens += tokens if len(tokens) == self._stride else self._in_lanes(tokens)
         if scored and step.logprobs is not None:
             self._logprobs += self._in_lanes(step.logprobs)
+        self.steps_left -= 1
         return True
-
-    @property
-    def full(self) -> bool:
-        """Whether it is time to deal out what is kept."""
-        return len(self._tokens) >= self._capacity
 
     def _are_next(self, step: OneEach) -> bool:
         """Whether each row counts one more than before, for all of them at once; if so, these
         are the counts from now on."""
-        before = self._number
-        if before is None:
-            before = int.from_bytes(self._counts or b"", sys.byteorder)
-        number = int.from_bytes(step.counts, sys.byteorder)
-        if number != before + _ones(len(step.tokens)):
-            return False
-        self._counts = step.counts
-        self._number = number
-        return True
+        last = self._last
+        if last is not None and last.counts is step.counts:
+            are_next = step.ahead == last.ahead + 1
+        elif last is not None:
+            are_next = step.number() == last.number() + ones(len(step.tokens))
+        else:
+            before = int.from_bytes(self._counts, sys.byteorder)
+            are_next = bool(self._counts) and step.number() == before + ones(len(step.tokens))
+        if are_next:
+            self._last = step
+        return are_next
 
     def _begin(self, rows: int) -> None:
         self._stride = rows + (rows // _ROWS_A_SPARE if self._spare else 0)
-        self._capacity = _STEPS_KEPT * self._stride
+        self.steps_left = _STEPS_KEPT
         self._firsts = list(range(rows))
         self._holes = []
 
@@ -151,9 +153,9 @@ class Steps:
         if self._tokens:
             first = len(self._tokens) + self._next_lane()
             self._firsts += range(first, first + len(joined))
-        if self._counts is not None:
-            self._counts += array("I", map(len, joined)).tobytes()
-            self._number = None
+        counts = self._take_counts()
+        if counts:
+            self._counts = counts + array("I", map(len, joined)).tobytes()
 
     def drop(self, ended: Sequence[int]) -> None:
         """Rows have ended, and have been dealt out what they have; those after them move up.
@@ -166,10 +168,15 @@ class Steps:
             self._holes = sorted(self._holes + lanes)
             remove_rows(self._firsts, ended)
             if len(self._holes) * _ROWS_A_SPARE > self._stride:
-                self._capacity = 0  # every step has to be filled up: start anew
-        if self._counts is not None:
-            self._counts = without_rows(self._counts, self._tokens.itemsize, ended)
-            self._number = None
+                self.steps_left = 0  # every step has to be filled up: start anew
+        self._counts = without_rows(self._take_counts(), self._tokens.itemsize, ended)
+
+    def _take_counts(self) -> bytes:
+        """The counts, 32 bits each; none when they are not known."""
+        last, self._last = self._last, None
+        if last is not None:
+            self._counts = last.number().to_bytes(4 * len(last.tokens), sys.byteorder)
+        return self._counts
 
     # -- dealing out
 
@@ -206,9 +213,3 @@ class Steps:
 
     def __bool__(self) -> bool:
         return bool(self._tokens)
-
-
-@lru_cache(256)
-def _ones(rows: int) -> int:
-    """One for each, 32 bits wide."""
-    return int.from_bytes(array("I", [1]).tobytes() * rows, sys.byteorder)

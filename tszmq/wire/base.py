@@ -6,8 +6,10 @@ A protocol turns a validated request into frames and an output message into an
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
 import attrs
@@ -74,19 +76,54 @@ class UtilityResult:
     value: Any
 
 
+@lru_cache(256)
+def ones(rows: int) -> int:
+    """One for each row, 32 bits wide."""
+    return int.from_bytes(array("I", [1]).tobytes() * rows, sys.byteorder)
+
+
+@attrs.define(eq=False, slots=True)
+class Counts:
+    """``completion_tokens`` of a batch.
+
+    Attributes:
+        column: One a row.
+        number: All of them, as 32 bits each in the order of this machine.
+    """
+
+    column: list[int]
+    number: int
+
+    @classmethod
+    def of(cls, column: list[int], packed: array[int] | None = None) -> Counts:
+        """Of ints in [0, 2**32), which may have been put into an array."""
+        return cls(column, int.from_bytes(packed or array("I", column), sys.byteorder))
+
+
 @attrs.define(eq=False, slots=True)
 class OneEach:
     """A batch in which every row has exactly one new token.
 
     Attributes:
         tokens: ``array("I")``, one a row.
-        counts: ``completion_tokens`` as the bytes of such an array.
         logprobs: ``array("d")``, one a row; None when no row has any.
+        counts: ``completion_tokens`` of this batch, or of an earlier one with the same rows.
+        ahead: How many batches earlier: each row counts as many more now.
     """
 
     tokens: array[int]
-    counts: bytes
     logprobs: array[float] | None
+    counts: Counts
+    ahead: int = 0
+
+    def completion_tokens(self) -> list[int]:
+        """One a row."""
+        ahead = self.ahead
+        return [count + ahead for count in self.counts.column]
+
+    def number(self) -> int:
+        """The same as one integer, 32 bits a row, which compares all rows at once."""
+        return self.counts.number + self.ahead * ones(len(self.tokens))
 
 
 @attrs.define(eq=False, slots=True)
@@ -103,12 +140,13 @@ class EngineBatch:
         finish_reasons: ``RUNNING`` or why the request ended, one a row.
         finished: The rows that end their request, in order.
         num_tokens: New tokens of all rows together; None where a decoder has not counted them.
-        completion_tokens: Tokens generated so far, one a row; None where the wire has none.
+        completion_tokens: Tokens generated so far, one a row; None where the wire has none, or
+            ``one_each`` has them.
         prompt_tokens, cached_tokens: One a row, or None where the wire has none.
         logprobs: A list of floats a row (empty or as long as its ``token_ids``), or None when
             no row has any, or ``one_each`` has them.
-        one_each: Where every row has one new token, they and their logprobs in a form that can
-            be stored at once. None where not so, or where a decoder does not bother.
+        one_each: Where every row has one new token, they, their logprobs and counts in a form that
+            can be stored at once. None where not so, or where a decoder does not bother.
         load: The engine's load, or None when the message carries none.
         details: Row number to what else that row carries.
         signals: Protocol events that are not rows: ``WaveComplete``, ``StartWave``,
@@ -139,6 +177,11 @@ class EngineBatch:
         if self.one_each is None:
             return self.token_ids
         return [[token] for token in self.one_each.tokens]
+
+    def rows_of_counts(self) -> list[int] | None:
+        """``completion_tokens``, wherever they are."""
+        step = self.one_each
+        return self.completion_tokens if step is None else step.completion_tokens()
 
     def rows_of_logprobs(self) -> list[list[float]] | None:
         """``logprobs``, wherever they are."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from array import array
+from functools import lru_cache, partial
 from typing import NamedTuple, TypeVar
 
 __all__ = ["FLOAT_ROW", "single_floats", "single_ints"]
@@ -15,6 +16,9 @@ __all__ = ["FLOAT_ROW", "single_floats", "single_ints"]
 FLOAT_ROW = 10
 """Bytes of a row that holds a float of 64 bits."""
 _N = TypeVar("_N", int, float)
+_ORDER = sys.byteorder
+_IS_LITTLE = _ORDER == "little"
+_from_bytes = int.from_bytes
 _MOST_NARROW = 6  # one in so many rows may be below 128, or decoding them is quicker
 
 
@@ -23,22 +27,22 @@ class _Form(NamedTuple):
 
     Attributes:
         width: Bytes of a row.
-        start: The first of them, one by one.
+        start: The first of them.
         replacements: What makes longer rows as wide, those that are usual first.
         tiny: In place of 0x91, where the value is all that follows it.
     """
 
     width: int
-    start: tuple[bytes, ...]
+    start: bytes
     replacements: tuple[tuple[bytes, bytes], ...]
     tiny: bytes
 
 
-_INT32 = b"\x91\xce"  # starts a row that no narrow table has
-_NARROW = _Form(4, (b"\x91", b"\xcd"), ((b"\x91\xcc", b"\x91\xcd\0"),), b"\x91\xcd\0")
+_INT32 = b"\x91\xce"  # starts a row that a narrow table has not
+_NARROW = _Form(4, b"\x91\xcd", ((b"\x91\xcc", b"\x91\xcd\0"),), b"\x91\xcd\0")
 _WIDE = _Form(
     6,
-    (b"\x91", b"\xce", b"\0"),
+    b"\x91\xce\0",
     ((b"\x91\xcd", b"\x91\xce\0\0"), (b"\x91\xcc", b"\x91\xce\0\0\0")),
     b"\x91\xce\0\0\0",
 )
@@ -67,37 +71,64 @@ def single_ints(column: bytes, rows: int) -> array[int] | None:
         Ints in [0, 2**24), one a row. None when the column is something else, or is not worth
         reading in this way.
     """
-    form = _WIDE if _INT32 in column else _NARROW
-    table = _widened(column, rows, form)
-    if table is None:
+    size = 4 * rows
+    table = _replaced(column, size, _NARROW)
+    if len(table) != size:
+        if _INT32 in column:
+            return _wide_ints(column, rows)
+        table = _widen_tiny(table, rows, _NARROW)
+    if len(table) != size:
         return None
-    width, start = form.width, form.start
-    for at, byte in enumerate(start):
-        if table[at::width] != byte * rows:
-            return None
-    packed = bytearray(rows * 4)
-    for at in range(len(start), width):
-        packed[at + 4 - width :: 4] = table[at::width]
+    starts, mask = _narrow_starts(rows)
+    number = _from_bytes(table, "big") ^ starts
+    if number & mask:
+        return None
+    ints = array("I", number.to_bytes(size, _ORDER))
+    if _IS_LITTLE:
+        ints.reverse()
+    return ints
+
+
+def _wide_ints(column: bytes, rows: int) -> array[int] | None:
+    """The same, where some of them do not fit 16 bits."""
+    size = rows * _WIDE.width
+    table = _widen_tiny(_replaced(column, size, _WIDE), rows, _WIDE)
+    if len(table) != size:
+        return None
+    starts, mask = _wide_starts(rows)
+    if _from_bytes(table, "big") & mask != starts:
+        return None
+    packed = bytearray(4 * rows)
+    for at in range(len(_WIDE.start), _WIDE.width):
+        packed[at - 2 :: 4] = table[at :: _WIDE.width]
     return _from_network(array("I"), packed)
 
 
-def _widened(column: bytes, rows: int, form: _Form) -> bytes | None:
-    """The column as a table of this size; None when it cannot be that."""
-    size = rows * form.width
-    table = column
+def _starts(form: _Form, rows: int) -> tuple[int, int]:
+    """How all rows of a table start, as the integer that it is then; and which bits that is."""
+    width, start = form.width, form.start
+    starts, mask = (row.ljust(width, b"\0") * rows for row in (start, b"\xff" * len(start)))
+    return _from_bytes(starts, "big"), _from_bytes(mask, "big")
+
+
+_narrow_starts = lru_cache(256)(partial(_starts, _NARROW))
+_wide_starts = lru_cache(256)(partial(_starts, _WIDE))
+
+
+def _replaced(table: bytes, size: int, form: _Form) -> bytes:
+    """Longer rows made as wide as those of a table of this size."""
     for old, new in form.replacements:
         if len(table) != size:
             table = table.replace(old, new)
-    if len(table) == size:
-        return table
+    return table
+
+
+def _widen_tiny(table: bytes, rows: int, form: _Form) -> bytes:
+    """Rows of two bytes, which stand among others, made as wide as these, if there are some but
+    not too many."""
+    size = rows * form.width
     if not size > len(table) > size - rows * (form.width - 2) // _MOST_NARROW:
-        return None
-    table = _widen_tiny(table, form)
-    return table if len(table) == size else None
-
-
-def _widen_tiny(table: bytes, form: _Form) -> bytes:
-    """Rows of two bytes, which stand among others, made as wide as these."""
+        return table
     kinds = table.translate(_KINDS)
     parts = []
     start = row = 0
@@ -130,8 +161,8 @@ def single_floats(column: bytes, rows: int) -> array[float] | None:
     return _from_network(array("d"), packed)
 
 
-def _from_network(numbers: array[_N], packed: bytearray) -> array[_N]:
+def _from_network(numbers: array[_N], packed: bytes | bytearray) -> array[_N]:
     numbers.frombytes(packed)
-    if sys.byteorder == "little":
+    if _IS_LITTLE:
         numbers.byteswap()
     return numbers

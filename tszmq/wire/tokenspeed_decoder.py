@@ -14,10 +14,10 @@ from itertools import chain, compress, count
 from operator import countOf
 from typing import Any, TypeAlias
 
-from tszmq.codec import HOLE, PLACEHOLDER, unpack_pieces
+from tszmq.codec import HOLE, PLACEHOLDER, pack, unpack_pieces
 from tszmq.errors import DecodeError
 from tszmq.types import EngineLoad
-from tszmq.wire.base import RUNNING, EngineBatch, OneEach
+from tszmq.wire.base import RUNNING, Counts, EngineBatch, OneEach
 from tszmq.wire.columns import FLOAT_ROW, single_floats, single_ints
 from tszmq.wire.tokenspeed_known import (
     CUT_ZEROS,
@@ -29,6 +29,7 @@ from tszmq.wire.tokenspeed_known import (
     hides_a_bool,
 )
 from tszmq.wire.tokenspeed_output import MAX_ENGINE_INDEX, TAG, engine_load, read_batch
+from tszmq.wire.tokenspeed_repeat import Repeat
 
 __all__ = ["TokenSpeedDecoder"]
 
@@ -63,13 +64,15 @@ class TokenSpeedDecoder:
     ``request_ids`` are the same objects; when nothing changed the list is.
     """
 
-    __slots__ = ("_known", "_load", "_shape", "_tail")
+    __slots__ = ("_known", "_load", "_repeats", "_shape", "_tail")
 
     def __init__(self) -> None:
         self._shape = Shape.of(_LARGE_HEADER + b"\0\0")  # of the last large batch
         self._known: dict[bytes, KnownRows] = {}  # by the start of their ids
         self._tail: list[int] = []  # engine index and load of the last usual batch
         self._load: EngineLoad | None = None
+        # By the start of their ids; None where one message is not yet repeated.
+        self._repeats: dict[bytes, Repeat | None] = {}
 
     def decode(self, frames: Sequence[bytes]) -> EngineBatch:
         """One message. The batch is frame 0; further frames are not used by this wire.
@@ -80,15 +83,58 @@ class TokenSpeedDecoder:
         if not frames:
             raise DecodeError("expected an output message, got no frames")
         data = frames[0]
-        batch = None
+        key = data[:_KEY_END]
+        repeat = self._repeats.get(key)
+        if repeat is not None:
+            try:
+                batch = repeat.read(data)
+                if batch is not None:
+                    return batch
+            except _UNUSUAL:
+                pass
+        batch = self._read(data)
+        if batch is None:
+            return read_batch(data)
+        self._note_repeat(key, data, batch)
+        return batch
+
+    def _read(self, data: bytes) -> EngineBatch | None:
+        """A usual batch; None for others."""
         try:
             if data.startswith(_LARGE_HEAD):
-                batch = self._read_large(data)
-            elif data.startswith(_HEAD):
-                batch = self._read_small(data)
+                return self._read_large(data)
+            if data.startswith(_HEAD):
+                return self._read_small(data)
         except _UNUSUAL:
             pass
-        return read_batch(data) if batch is None else batch
+        return None
+
+    def _note_repeat(self, key: bytes, data: bytes, batch: EngineBatch) -> None:
+        """The next message may repeat this one; when it is the second that looks like that, see
+        to it that it need not be decoded."""
+        repeats, step = self._repeats, batch.one_each
+        if step is None or batch.finished:
+            repeats.pop(key, None)
+        elif key in repeats:
+            repeats[key] = self._repeat(data, batch, step)
+        else:
+            if len(repeats) >= _MOST_KNOWN:
+                del repeats[next(iter(repeats))]
+            repeats[key] = None
+
+    def _repeat(self, data: bytes, batch: EngineBatch, step: OneEach) -> Repeat | None:
+        """What messages like this one have in common; None where its rows are too many."""
+        if len(step.tokens) < LARGE:
+            ids = pack(batch.request_ids)
+            shape = Shape.of(ids[:1])
+            ids, prompts = ids[1:], pack(batch.prompt_tokens)[1:]
+        else:
+            known = self._known.get(data[_IDS:_KEY_END])
+            if known is None:
+                return None
+            ids, prompts, shape = known.ids, known.prompts, self._shape
+        start = b"".join((_HEAD, shape.header, ids, shape.header))
+        return Repeat(start, prompts, shape, batch, step)
 
     def _read_small(self, data: bytes) -> EngineBatch | None:
         """A batch of today's shape and fewer than 16 rows; None, or an error, for others."""
@@ -135,7 +181,8 @@ class TokenSpeedDecoder:
         headers = shape.header[1:] * (_COUNTS_AND_ON - left_out)
         if hides_a_bool(data[prompts_end:stop] + data[tail:], headers, counts, others):
             return None
-        return self._batch(values, OneEach(tokens, counts.tobytes(), logprobs), shape.rows)
+        step = OneEach(tokens, logprobs, Counts.of(values[5], counts))
+        return self._batch(values, step, shape.rows)
 
     def _read_rows(
         self,
@@ -170,7 +217,8 @@ class TokenSpeedDecoder:
         elif hides_a_bool(rest, headers, new, counts, others):
             return None
         if len(new) == len(tokens) > 0 and all(tokens):
-            return self._batch(values, OneEach(new, counts.tobytes(), floats), len(new))
+            step = OneEach(new, floats, Counts.of(completion, counts))
+            return self._batch(values, step, len(new))
         batch = self._batch(values, None, len(new))
         if batch is not None:
             batch.token_ids = tokens
@@ -200,7 +248,7 @@ class TokenSpeedDecoder:
             reasons,
             finished,
             num_tokens,
-            completion,
+            None if one_each else completion,
             prompt,
             cached,
             None,

@@ -60,8 +60,8 @@ class Shape:
 
     @classmethod
     def of(cls, header: bytes) -> Shape:
-        """Of the columns with this header, three bytes long."""
-        rows = int.from_bytes(header[1:], "big")
+        """Of the columns with this header."""
+        rows = int.from_bytes(header[1:], "big") if header[1:] else header[0] & 0x0F
         empty = (header + b"\x90" * rows) * 2
         running = header + pack(RUNNING) * rows
         zeros_and_empty = header + bytes(rows) + empty
