@@ -330,9 +330,8 @@ class _Batch:
         timeout = self._timeout
         assert timeout is not None
         withdraw_all(self._session, list(self._unfinished.values()), deadline_passed(timeout))
-        text = f"the batch's timeout of {timeout} s passed before this prompt was sent"
         self._cut_off |= self._total is None and not self._exhausted
-        self._give_up_rest(lambda: DeadlineExceeded(text))
+        self._give_up_rest(self._too_late)
 
     def _is_cut_short(self) -> bool:
         """Whether a prompt was left although no outcome tells of the deadline: then that prompt's
@@ -345,9 +344,13 @@ class _Batch:
         if index < 0:
             return False
         self._pulled = index + 1
-        text = f"the batch's timeout of {self._timeout} s passed before this prompt was sent"
-        self._settled.append((index, DeadlineExceeded(text)))
+        self._settled.append((index, self._too_late()))
         return True
+
+    def _too_late(self) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"the batch's timeout of {self._timeout} s passed before this prompt was sent"
+        )
 
     def _settle(self) -> Iterator[tuple[int, Any]]:
         """Hand out what has ended, or raise the first error."""
