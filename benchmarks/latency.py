@@ -1,11 +1,12 @@
 """What the client adds to a token's way: engine stamps, consumer compares.
 
 The engine sends a step at a steady pace, each token being the time at which its batch was
-encoded. ``floor`` is one thread that blocks in recv and unpacks; ``stream`` is the client, a
-thread a stream. ``added`` is the difference of their medians in one round, in microseconds,
-``p50`` and ``p99`` are ratios to the floor of the same case: one stream or 256, with nothing
-else in the process or beside one CPU-bound Python thread, at CPython's default switch interval
-(5 ms) or 0.5 ms. Each run is a process of its own.
+encoded. ``floor`` is one thread that blocks in recv and unpacks; ``queue`` is a thread that does
+so and puts each token into the ``SimpleQueue`` that its reader waits at: one hand-over, without
+checks or routing; ``stream`` is the client, a thread a stream. ``p50`` and ``p99`` are ratios to
+the floor of the same case: one stream or 256, with nothing else in the process or beside one
+CPU-bound Python thread, at CPython's default switch interval (5 ms) or 0.5 ms. Each run is a
+process of its own.
 
 Beside a CPU-bound thread every hand-over of the interpreter waits for the switch interval. With
 256 streams the wait is for one's turn among the 256 threads that one message wakes.
@@ -16,8 +17,10 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -57,6 +60,43 @@ def floor(directory: Path, rows: int, steps: int, step_ms: float) -> list[float]
     return ages[_WARM_UP * rows :]
 
 
+def queue(directory: Path, rows: int, steps: int, step_ms: float) -> list[float]:
+    """The same, when the threads that wait at a queue each have them."""
+    frontend = BareFrontend(directory)
+    options = {"total": rows, "running": rows, "step_ms": step_ms}
+    queues: list[SimpleQueue[int]] = [SimpleQueue() for _ in range(rows)]
+    ages: list[float] = []
+
+    def read(own: SimpleQueue[int]) -> None:
+        mine = [age_of(own.get()) for _ in range(steps)]
+        ages.extend(mine[_WARM_UP:])
+
+    def receive() -> None:
+        of = dict(zip(bare_rids(rows), queues, strict=True))
+        for _ in range(steps):
+            _, rids, tokens, *_ = ormsgpack.unpackb(frontend.output.recv())
+            for rid, row in zip(rids, tokens, strict=True):
+                of[rid].put(row[0])
+
+    with engine(frontend.handshake, "stamps", **options) as sender:
+        frontend.connect()
+        sender.go_when_ready()
+        for rid in bare_rids(rows):
+            frontend.add(rid, PROMPT, steps)
+        _run_all([receive, *(partial(read, each) for each in queues)])
+    frontend.close()
+    return ages
+
+
+def _run_all(actions: Sequence[Callable[[], None]]) -> None:
+    """Each in a thread of its own."""
+    threads = [threading.Thread(target=action) for action in actions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def stream(directory: Path, rows: int, steps: int, step_ms: float) -> list[float]:
     """The same, when the threads that iterate streams have them."""
     ages: list[float] = []
@@ -75,12 +115,11 @@ def stream(directory: Path, rows: int, steps: int, step_ms: float) -> list[float
         bound.connect() as client,
     ):
         sender.go_when_ready()
-        threads = [threading.Thread(target=read) for _ in range(rows)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        _run_all([read] * rows)
     return ages
+
+
+WAYS = {"floor": floor, "queue": queue, "stream": stream}
 
 
 def burn() -> None:
@@ -96,9 +135,7 @@ def run(way: str, rows: int, burner: bool, interval_ms: float, steps: int) -> di
     if burner:
         threading.Thread(target=burn, daemon=True).start()
     with short_directory() as directory:
-        ages = {"floor": floor, "stream": stream}[way](
-            directory, rows, steps, 5.0 if rows == 1 else 20.0
-        )
+        ages = WAYS[way](directory, rows, steps, 5.0 if rows == 1 else 20.0)
     return {"p50": quantile(ages, 0.5), "p99": quantile(ages, 0.99)}
 
 
@@ -124,25 +161,23 @@ def _compare(bench: Bench, cases: list[tuple[int, bool, float]]) -> None:
         result: dict[str, float] = in_child(__file__, "--one", way, *map(str, case), str(steps))
         return result
 
-    runs = {(way, case): partial(one, way, case) for case in cases for way in ("floor", "stream")}
-    named = {f"{way} {case}": runner for (way, case), runner in runs.items()}
-    samples = interleave(named, bench.rounds(5, 1))
+    runs = {f"{way} {case}": partial(one, way, case) for case in cases for way in WAYS}
+    samples = interleave(runs, bench.rounds(5, 1))
     table = bench.table(
         "Age of a token at its consumer: median of rounds, ratios to the floor (quartiles)",
-        *("streams", "CPU-bound thread", "interval ms", "floor p50 us", "floor p99 us"),
-        *("added us", "p50", "p99"),
+        *("streams", "CPU-bound thread", "interval ms", "floor p50 us", "queue p50", "queue p99"),
+        *("p50", "p99"),
     )
     for case in cases:
-        floors, streams = samples[f"floor {case}"], samples[f"stream {case}"]
-        added = [b["p50"] - a["p50"] for a, b in zip(floors, streams, strict=True)]
+        ages = {way: samples[f"{way} {case}"] for way in WAYS}
         table.add(
             case[0],
             "yes" if case[1] else "no",
             case[2],
-            *(quantile([sample[key] for sample in floors], 0.5) for key in ("p50", "p99")),
-            quantile(added, 0.5),
+            quantile([sample["p50"] for sample in ages["floor"]], 0.5),
             *(
-                paired([s[key] for s in streams], [s[key] for s in floors])
+                paired([s[key] for s in ages[way]], [s[key] for s in ages["floor"]])
+                for way in ("queue", "stream")
                 for key in ("p50", "p99")
             ),
         )

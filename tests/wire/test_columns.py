@@ -68,6 +68,25 @@ def test_the_usual_columns_are_read() -> None:
         assert read >= 32
 
 
+@pytest.mark.parametrize("value", [0, 1, 127, 128, 255, 256, 65535, 65536, 2**24, 2**32 - 1])
+def test_one_row_of_any_width_is_read(value: int) -> None:
+    assert check_ints(column_of([value]), 1)
+
+
+@pytest.mark.parametrize("value", [2**32, -1, -200, True, 1.0, "", "a", [], [1], {}, None])
+def test_one_row_of_something_else_is_not_read(value: Any) -> None:
+    assert not check_ints(column_of([value]), 1)
+
+
+def test_one_row_is_read_as_it_is_decoded_whatever_its_bytes() -> None:
+    for start in (b"", b"\x90", b"\x91", b"\x92", b"\x91\xcc", b"\x91\xcd", b"\x91\xce\0\0"):
+        for first in range(256):
+            check_ints(start + bytes([first]), 1)
+            for second in range(0, 256, 3):
+                check_ints(start + bytes([first, second]), 1)
+    check_ints(b"", 1)
+
+
 def test_a_column_of_small_ids_is_left_to_the_decoder() -> None:
     assert single_ints(column_of([5] * 256), 256) is None
     assert single_ints(column_of([300, 5] * 128), 256) is None

@@ -276,6 +276,8 @@ class Rows:
 
     def _logprobs(self) -> list[tuple[int, array[float]]]:
         """Where logprobs go, by position."""
+        if not self._scored:
+            return []
         columns = [(position, self.requests[position].logprobs) for position in self._scored]
         return [(position, column) for position, column in columns if column is not None]
 

@@ -46,7 +46,9 @@ _WAKES_AT_ONCE = 16  # threads: every one that waits for the interpreter slows t
 _OTHERS_IN_A_ROW = 1000
 _DRAIN_SECONDS = 5.0  # for an engine that is called dead and goes on sending
 _UNREADABLE_IN_A_ROW = 3
+_LULL = 0.0005  # seconds without a message
 _MAX_FRAMES = 4096
+_POLLIN = int(zmq.POLLIN)  # the flag itself is an object that computes in Python
 _WARNINGS = 50  # about strangers; anyone who reaches the socket can cause them
 
 
@@ -116,6 +118,7 @@ class _Receiver:
         self._decoder: BatchDecoder = shared.protocol.decoder()
         self._wakes: list[Wakeable] = []
         self._patience = _DRAIN_BATCHES  # messages
+        self._last_woken = 0  # how many
         self._dead: list[Retire] = []
         self._halted = False
         self._hidden = False  # somebody reads along and has not been shown what came
@@ -125,11 +128,18 @@ class _Receiver:
         self._max_bytes = 1 << 20
 
     def run(self) -> None:
-        recv = self._socket.recv
+        recv, clock = self._socket.recv, time.monotonic
         try:
             while not self._halted:
-                self._take(recv(copy=False))
-                if self._hidden or self._wakes or self._dead:
+                asked = clock()
+                frame = recv(copy=False)
+                waited = clock() - asked
+                self._take(frame)
+                if not (self._hidden or self._wakes or self._dead):
+                    continue
+                if waited > _LULL and self._last_woken <= _WAKES_AT_ONCE and not self._dead:
+                    self._wake()  # nothing else is ready, most likely, and looking takes time
+                else:
                     self._drain()
         finally:
             # Their requests have ended: whoever looks for unfinished ones does not find them.
@@ -139,7 +149,7 @@ class _Receiver:
         """Take what else is ready, then wake once; look longer for a dead engine's last words."""
         socket, limit = self._socket, time.monotonic() + _DRAIN_SECONDS
         taken = others = 0
-        while socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator,arg-type]
+        while socket.getsockopt(zmq.EVENTS) & _POLLIN:  # type: ignore[operator]
             if taken >= self._patience:
                 if not self._dead or others > _OTHERS_IN_A_ROW or time.monotonic() > limit:
                     break
@@ -164,6 +174,7 @@ class _Receiver:
             with self._shared.state as flights:
                 self._wakes += flights.reveal()
         wakes, self._wakes = self._wakes, []
+        self._last_woken = len(wakes)
         self._patience = max(_DRAIN_BATCHES, len(wakes) // _WAKES_A_BATCH)
         for start in range(0, len(wakes), _WAKES_AT_ONCE):
             if start:

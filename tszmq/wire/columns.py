@@ -19,6 +19,10 @@ _N = TypeVar("_N", int, float)
 _ORDER = sys.byteorder
 _IS_LITTLE = _ORDER == "little"
 _from_bytes = int.from_bytes
+_ROW = 0x91  # starts a row of one value
+_SIZES = {0xCC: 3, 0xCD: 4, 0xCE: 6}  # of such a row, where an int starts with this
+_LARGEST_TINY = 0x7F  # an int that is its own first byte
+_FEW = 16  # rows are quicker decoded than made a table
 _MOST_NARROW = 6  # one in so many rows may be below 128, or decoding them is quicker
 
 
@@ -68,12 +72,16 @@ def single_ints(column: bytes, rows: int) -> array[int] | None:
         rows: How many it has.
 
     Returns:
-        Ints in [0, 2**24), one a row. None when the column is something else, or is not worth
+        Ints in [0, 2**32), one a row. None when the column is something else, or is not worth
         reading in this way.
     """
+    if rows == 1:
+        return _one_int(column)
     size = 4 * rows
     table = _replaced(column, size, _NARROW)
     if len(table) != size:
+        if rows < _FEW:
+            return None
         if _INT32 in column:
             return _wide_ints(column, rows)
         table = _widen_tiny(table, rows, _NARROW)
@@ -87,6 +95,17 @@ def single_ints(column: bytes, rows: int) -> array[int] | None:
     if _IS_LITTLE:
         ints.reverse()
     return ints
+
+
+def _one_int(column: bytes) -> array[int] | None:
+    """The same of one row."""
+    size = len(column)
+    if size < 2 or column[0] != _ROW:
+        return None
+    kind = column[1]
+    if size == _SIZES.get(kind):
+        return array("I", (_from_bytes(column[2:], "big"),))
+    return array("I", (kind,)) if size == 2 and kind <= _LARGEST_TINY else None
 
 
 def _wide_ints(column: bytes, rows: int) -> array[int] | None:
