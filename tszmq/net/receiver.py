@@ -133,11 +133,12 @@ class _Receiver:
             while not self._halted:
                 asked = clock()
                 frame = recv(copy=False)
-                waited = clock() - asked
-                self._take(frame)
+                now = clock()
+                self._take(frame, now)
                 if not (self._hidden or self._wakes or self._dead):
                     continue
-                if waited > _LULL and self._last_woken <= _WAKES_AT_ONCE and not self._dead:
+                lull = now - asked > _LULL
+                if lull and self._last_woken <= _WAKES_AT_ONCE and not self._dead:
                     self._wake()  # nothing else is ready, most likely, and looking takes time
                 else:
                     self._drain()
@@ -155,7 +156,7 @@ class _Receiver:
                     break
                 self._wake()
                 taken = 0
-            source = self._take(socket.recv(copy=False))
+            source = self._take(socket.recv(copy=False), time.monotonic())
             taken += 1
             if self._dead:
                 dying = {order.engine_index for order in self._dead}
@@ -181,8 +182,9 @@ class _Receiver:
                 time.sleep(0)  # lets them have the interpreter
             wake_all(wakes[start : start + _WAKES_AT_ONCE])
 
-    def _take(self, frame: Any) -> int | None:
-        """One message. Returns the engine whose batch it was, if it was one of ours."""
+    def _take(self, frame: Any, now: float) -> int | None:
+        """One message, which came at that time. Returns the engine whose batch it was, if it was
+        one of ours."""
         data = frame.bytes
         frames = [data]
         if frame.more:
@@ -201,7 +203,7 @@ class _Receiver:
                 )
             batch = self._decoder.decode(frames)
             with self._shared.state as flights:
-                applied = flights.apply(batch, time.monotonic())
+                applied = flights.apply(batch, now)
             if batch.signals:
                 self._pass_on(batch.signals)
         except DecodeError as error:
