@@ -1040,12 +1040,23 @@ ROUNDS = st.lists(
     suppress_health_check=[HealthCheck.too_slow],
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
 )
-@given(kinds=st.sampled_from([(0,), (1,), (2,), (0, 1, 2)]), rounds=ROUNDS, data=st.data())
+@given(
+    kinds=st.sampled_from([(0,), (1,), (2,), (0, 1, 2)]),
+    rounds=ROUNDS,
+    fewest_kept=st.sampled_from([1, 3, 8]),
+    data=st.data(),
+)
 @mock.patch("tszmq.core.flights._FEW", 2)
-def test_apply_agrees_with_the_row_by_row_reading(kinds, rounds, data):
+def test_apply_agrees_with_the_row_by_row_reading(kinds, rounds, fewest_kept, data):
     """Batches mostly repeat the ids of their engine's last, as engines do, less those that have
     ended, and with new ones after them: remembered rows are used, and must be forgotten when
     others come. Two engines; a broken sender names the wrong one, or mixes them."""
+    with mock.patch("tszmq.core.rows._FEWEST_KEPT", fewest_kept):
+        apply_rounds(kinds, rounds, data)
+
+
+def apply_rounds(kinds: tuple[int, ...], rounds: list[Any], data: st.DataObject) -> None:
+    """Both ways, and what they come to."""
     place = Place(2)
     expected: dict[str, Expected] = {}
     queues: list[list[str]] = [[], []]  # the ids of each engine's next batch

@@ -279,3 +279,25 @@ def test_a_row_that_is_there_twice_gets_its_tokens_in_order():
         batch.request_ids = [request.wire_id] * 2
         place.flights.apply(batch, 2.0)
     assert place.tokens_of(request) == list(range(2, 18))
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_a_batch_of_few_rows_is_dealt_out_at_once(logprobs):
+    """Before and after there are more of them."""
+    with mock.patch("tszmq.core.rows._FEWEST_KEPT", 4):
+        crowd = Crowd()
+        crowd.step(joining=crowd.admit(3, logprobs))
+        for _ in range(5):
+            crowd.step()
+        for row in crowd.rows:
+            crowd.verify(row)  # without looking for what is kept
+        crowd.step(joining=crowd.admit(2, logprobs))
+        for _ in range(5):
+            crowd.step()
+        assert crowd.dealt() < sum(len(row.tokens) for row in crowd.rows)
+        crowd.step(ending={0, 3})
+        crowd.verify_all()
+        for _ in range(70):
+            crowd.step()
+            crowd.step(ending={1}, joining=crowd.admit(1, logprobs))
+        crowd.verify_all()

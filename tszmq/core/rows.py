@@ -4,7 +4,8 @@ Three shortcuts rest on that, and each gives what the long way would give:
 
 * While the ids stay the same, no id is looked up again.
 * Requests that end leave the rows, and new ones join them at the end: only those are looked up.
-* Batches of one token a row are kept together and dealt out later (``Steps``).
+* Batches of one token a row are kept together and dealt out later (``Steps``), unless the rows
+  are few.
 
 Everything here happens under the lock of the state that owns it. Whoever is about to look at
 the tokens of a request, or to end it, calls ``spill`` first, or ``deal_to`` for that one.
@@ -29,6 +30,7 @@ from tszmq.wire.base import RUNNING, EngineBatch
 
 __all__ = ["Applied", "Rows", "most_likely", "only_rows"]
 
+_FEWEST_KEPT = 8  # rows: a batch of fewer is dealt out at once
 _append = array.append
 _extend = array.fromlist
 _engine_of = attrgetter("engine_index")
@@ -257,9 +259,15 @@ class Rows:
         Args:
             batch: One with these rows.
         """
-        steps = self._steps
-        if not steps.take(batch, self._scored):
+        steps, scored = self._steps, self._scored
+        step = steps.take(batch, scored)
+        if step is None:
             return False
+        if len(self.arrays) < _FEWEST_KEPT and not steps:
+            self.store(batch)
+            self.store_logprobs(batch)
+            return True
+        steps.keep(step, scored)
         if steps.steps_left <= 0:
             self.spill()
         return True

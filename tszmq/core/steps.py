@@ -81,21 +81,24 @@ class Steps:
         self._last = step
         return True
 
-    def take(self, batch: EngineBatch, scored: Sequence[int]) -> bool:
-        """Keep a batch of the rows that are known here.
+    def take(self, batch: EngineBatch, scored: Sequence[int]) -> OneEach | None:
+        """Whether a batch of the rows that are known here is the next: if so, ``keep`` it, or
+        store it.
 
         Args:
             batch: The batch.
             scored: The rows that want logprobs.
 
         Returns:
-            False when it has to be looked at.
+            None when it has to be looked at.
         """
         step = batch.one_each
         if step is None or batch.details or (scored and step.logprobs is None):
-            return False
-        if not self._are_next(step):
-            return False
+            return None
+        return step if self._are_next(step) else None
+
+    def keep(self, step: OneEach, scored: Sequence[int]) -> None:
+        """Deal it out later."""
         tokens = step.tokens
         if not self._tokens:
             self._begin(len(tokens))
@@ -103,7 +106,6 @@ class Steps:
         if scored and step.logprobs is not None:
             self._logprobs += self._in_lanes(step.logprobs)
         self.steps_left -= 1
-        return True
 
     def _are_next(self, step: OneEach) -> bool:
         """Whether each row counts one more than before, for all of them at once; if so, these
