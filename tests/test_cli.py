@@ -498,7 +498,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
     """Of every command."""
     [commands] = [
         action
-        for action in tszmq.cli.build_parser()._actions
+        for action in tszmq.cli._parser()._actions
         if isinstance(action, argparse._SubParsersAction)
     ]
     return {**commands.choices, "sim": sim_parser("tszmq sim")}
