@@ -212,21 +212,7 @@ _NOT_SEQUENCES = (str, bytes, bytearray, memoryview, Mapping, Set)
 
 def _token_ids(ids: object, what: str, at_most: int = MAX_TOKENS) -> list[int]:
     """As ``token_id_list``, but may be empty."""
-    tolist = getattr(ids, "tolist", None)
-    items: Any = ids
-    if isinstance(ids, _NOT_SEQUENCES):
-        items = None
-    elif callable(tolist):
-        _check_shape(ids, what)
-        _check_length(ids, what, at_most)
-        items = tolist()
-        if not isinstance(items, list):
-            raise TypeError(f"{what} must be one-dimensional, got a single value: {shown(items)}")
-    # An iterator is refused: it may be endless, and is empty when the call is tried again.
-    if not (hasattr(type(items), "__iter__") and hasattr(type(items), "__len__")):
-        raise TypeError(
-            f"{what} must be a sequence of ints such as a list, got {type(ids).__name__}"
-        )
+    items: Any = ids if type(ids) is list else _sequence(ids, what, at_most)
     _check_length(items, what, at_most)
     # Of another's type, no more than that: its length need not be true.
     tokens = list(items if type(items) in _HONEST else islice(items, at_most + 1))
@@ -243,6 +229,26 @@ def _token_ids(ids: object, what: str, at_most: int = MAX_TOKENS) -> list[int]:
             f"at position {tokens.index(wrong)}"
         )
     return tokens
+
+
+def _sequence(ids: object, what: str, at_most: int) -> Any:
+    """What of a caller's has items and a length."""
+    tolist = getattr(ids, "tolist", None)
+    items: Any = ids
+    if isinstance(ids, _NOT_SEQUENCES):
+        items = None
+    elif callable(tolist):
+        _check_shape(ids, what)
+        _check_length(ids, what, at_most)
+        items = tolist()
+        if not isinstance(items, list):
+            raise TypeError(f"{what} must be one-dimensional, got a single value: {shown(items)}")
+    # An iterator is refused: it may be endless, and is empty when the call is tried again.
+    if not (hasattr(type(items), "__iter__") and hasattr(type(items), "__len__")):
+        raise TypeError(
+            f"{what} must be a sequence of ints such as a list, got {type(ids).__name__}"
+        )
+    return items
 
 
 _HONEST = (list, tuple, range)
