@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from tszmq.codec import HOLE, PLACEHOLDER, pack, unpack_pieces
 from tszmq.errors import DecodeError
 from tszmq.types import EngineLoad
-from tszmq.wire.base import RUNNING, Counts, EngineBatch, OneEach
+from tszmq.wire.base import Counts, EngineBatch, OneEach
 from tszmq.wire.columns import FLOAT_ROW, single_floats, single_ints
 from tszmq.wire.tokenspeed_known import (
     CUT_ZEROS,
@@ -236,8 +236,7 @@ class TokenSpeedDecoder:
         if not len(reasons) == len(prompt) == len(completion) == len(cached) == rows:
             return None
         finished: Sequence[int] = ()
-        if reasons is not self._shape.reasons and reasons.count(RUNNING) != rows:
-            "".join(reasons)  # proves str
+        if reasons is not self._shape.reasons and "".join(reasons):  # which proves str
             finished = list(compress(count(), reasons))
         if tail != self._tail:
             self._tail, self._load = tail, engine_load(*tail[1:])
