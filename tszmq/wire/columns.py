@@ -6,12 +6,13 @@ column is a table of bytes, and strided slices of it are the columns of that tab
 
 from __future__ import annotations
 
+import re
 import sys
 from array import array
 from functools import lru_cache, partial
 from typing import NamedTuple, TypeVar
 
-__all__ = ["FLOAT_ROW", "single_floats", "single_ints"]
+__all__ = ["FLOAT_ROW", "rare_texts", "single_floats", "single_ints"]
 
 FLOAT_ROW = 10
 """Bytes of a row that holds a float of 64 bits."""
@@ -22,6 +23,9 @@ _from_bytes = int.from_bytes
 _ROW = 0x91  # starts a row of one value
 _SIZES = {0xCC: 3, 0xCD: 4, 0xCE: 6}  # of such a row, where an int starts with this
 _LARGEST_TINY = 0x7F  # an int that is its own first byte
+_EMPTY_TEXT = 0xA0  # is a string that is empty; what follows it starts longer ones
+_LONGEST_TEXT = 31
+_NOT_EMPTY = re.compile(b"[^\xa0]")
 _FEW = 16  # rows are quicker decoded than made a table
 _MOST_NARROW = 6  # one in so many rows may be below 128, or decoding them is quicker
 
@@ -159,6 +163,32 @@ def _widen_tiny(table: bytes, rows: int, form: _Form) -> bytes:
         at = kinds.find(_TINY, at + 1)
     parts.append(table[start:])
     return form.tiny.join(parts)
+
+
+def rare_texts(column: bytes, rows: int) -> tuple[list[str], list[int]] | None:
+    """The strings of a column, most of which are empty, and where those stand that are not.
+
+    Args:
+        column: Without its header.
+        rows: How many it has.
+
+    Returns:
+        None when the column is something else, or holds a string of more than 31 bytes.
+    """
+    texts, positions = [""] * rows, []
+    at = row = 0
+    found = _NOT_EMPTY.search(column)
+    while found:
+        start = found.start()
+        row += start - at
+        end = start + 1 + column[start] - _EMPTY_TEXT
+        if not start < end - 1 <= start + _LONGEST_TEXT or end > len(column) or row >= rows:
+            return None
+        texts[row] = column[start + 1 : end].decode()
+        positions.append(row)
+        at, row = end, row + 1
+        found = _NOT_EMPTY.search(column, at)
+    return (texts, positions) if row + len(column) - at == rows else None
 
 
 def single_floats(column: bytes, rows: int) -> array[float] | None:

@@ -18,7 +18,7 @@ from tszmq.codec import HOLE, PLACEHOLDER, pack, unpack_pieces
 from tszmq.errors import DecodeError
 from tszmq.types import EngineLoad
 from tszmq.wire.base import Counts, EngineBatch, OneEach
-from tszmq.wire.columns import FLOAT_ROW, single_floats, single_ints
+from tszmq.wire.columns import FLOAT_ROW, rare_texts, single_floats, single_ints
 from tszmq.wire.tokenspeed_known import (
     CUT_ZEROS,
     HEADER,
@@ -42,6 +42,7 @@ _KEY = 29  # bytes of the first id, if it is ours: they tell engines apart
 _KEY_END = _IDS + _KEY
 _HOLES = [HOLE * columns for columns in range(4)]
 _PLACEHOLDERS = [[PLACEHOLDER] * columns for columns in range(7)]
+_NONE: list[int] = []  # no row ends; nobody changes it
 _MOST_KNOWN = 64  # engines are remembered
 _MOST_ROWS = 10_000  # of each: bounds what a broken one can make us keep
 _COLUMNS = 7  # after the ids
@@ -50,10 +51,10 @@ _COUNTS_AND_ON = 4  # of them: those after the prompt tokens
 _UNUSUAL = (DecodeError, TypeError, ValueError, OverflowError, AttributeError)
 
 
-_Single: TypeAlias = "tuple[array[int], array[float] | None, int, tuple[int, int], int, Span]"
+_Single: TypeAlias = "tuple[array[int], array[float] | None, list[str], list[int], int, int, Span]"
 """What is known of a batch of one token a row without decoding it: its tokens; logprobs, if
-there are any; where the tokens start; where finish reasons start and end, if any is of a request
-that ends; where the known rows' prompt tokens end; columns before the tail that are not needed."""
+there are any; finish reasons; the rows that end; where the tokens start; where the known rows'
+prompt tokens end; columns before the tail that are not needed."""
 
 
 class TokenSpeedDecoder:
@@ -173,7 +174,7 @@ class TokenSpeedDecoder:
         self, data: bytes, shape: Shape, known: KnownRows, single: _Single
     ) -> EngineBatch | None:
         """One that starts with known rows, and has one token in each, with a logprob or not."""
-        tokens, logprobs, _, _, prompts_end, (stop, tail, left_out) = single
+        tokens, logprobs, _, finished, _, prompts_end, (stop, tail, left_out) = single
         values, joined = _unpack_single(data, shape, known, single)
         cached = values[6]
         unseen = [joined, values[9:]] if cached is shape.zeros else [joined, cached, values[9:]]
@@ -182,7 +183,7 @@ class TokenSpeedDecoder:
         if hides_a_bool(data[prompts_end:stop] + data[tail:], headers, counts, others):
             return None
         step = OneEach(tokens, logprobs, Counts.of(values[5], counts))
-        return self._batch(values, step, shape.rows)
+        return self._batch(values, step, shape.rows, finished)
 
     def _read_rows(
         self,
@@ -216,28 +217,32 @@ class TokenSpeedDecoder:
             _require_ints(chain(*tokens, *logprob_ids, *values[4:7], values[9:]))
         elif hides_a_bool(rest, headers, new, counts, others):
             return None
+        reasons, finished = values[3], []
+        if "".join(reasons):  # which proves str
+            finished = list(compress(count(), reasons))
         if len(new) == len(tokens) > 0 and all(tokens):
             step = OneEach(new, floats, Counts.of(completion, counts))
-            return self._batch(values, step, len(new))
-        batch = self._batch(values, None, len(new))
+            return self._batch(values, step, len(new), finished)
+        batch = self._batch(values, None, len(new), finished)
         if batch is not None:
             batch.token_ids = tokens
             batch.logprobs = logprobs if floats else None  # where rows have tokens
         return batch
 
     def _batch(
-        self, values: list[Any], one_each: OneEach | None, num_tokens: int
+        self,
+        values: list[Any],
+        one_each: OneEach | None,
+        num_tokens: int,
+        finished: Sequence[int],
     ) -> EngineBatch | None:
-        """The batch that the values are, but for the tokens and numbers, which have been seen."""
+        """The batch that the values are, the items of which have been seen."""
         _, rids, _, reasons, prompt, completion, cached, _, _, *tail = values
         rows = len(rids)
         if not type(rids) is type(reasons) is list or tail[0] > MAX_ENGINE_INDEX:
             return None
         if not len(reasons) == len(prompt) == len(completion) == len(cached) == rows:
             return None
-        finished: Sequence[int] = ()
-        if reasons is not self._shape.reasons and "".join(reasons):  # which proves str
-            finished = list(compress(count(), reasons))
         if tail != self._tail:
             self._tail, self._load = tail, engine_load(*tail[1:])
         return EngineBatch(
@@ -304,14 +309,19 @@ def _find_single(data: bytes, shape: Shape, known: KnownRows, cut: Span) -> _Sin
         if logprobs is None:
             return None
         cut = first, ids + len(column), 2
-    reasons, prompts = end, header + known.prompts
+    prompts = header + known.prompts
+    reasons, finished = shape.reasons, _NONE
     if data.startswith(shape.running, end):
-        reasons = end = end + len(shape.running)
+        end += len(shape.running)
     else:
-        end = data.find(prompts, end + HEADER + rows)
-    if end < 0 or not data.startswith(prompts, end):
+        first, end = end + HEADER, data.find(prompts, end + HEADER + rows)
+        texts = rare_texts(data[first:end], rows)
+        if texts is None:
+            return None
+        reasons, finished = texts
+    if not data.startswith(prompts, end):
         return None
-    return tokens, logprobs, start, (reasons, end), end + len(prompts), cut
+    return tokens, logprobs, reasons, finished, start, end + len(prompts), cut
 
 
 def _unpack_single(
@@ -326,17 +336,14 @@ def _unpack_single(
     Raises:
         DecodeError: As ``_unpack_large``.
     """
-    _, _, start, (reasons, prompts), prompts_end, (stop, tail, holes) = single
+    _, _, reasons, _, start, prompts_end, (stop, tail, holes) = single
     joined, ids = shape.rows - len(known.rids), _IDS + len(known.ids)
-    running = reasons == prompts
     values: list[Any] = unpack_pieces(
         (
             _head(_ELEMENTS + 2 * joined) if joined else _HEAD,
             HOLE,
             data[ids:start],
-            _HOLES[1 + running],
-            data[reasons:prompts],
-            HOLE,
+            _HOLES[3],  # tokens, finish reasons, known prompt tokens
             data[prompts_end:stop],
             _HOLES[holes],
             data[tail:],
@@ -351,11 +358,11 @@ def _unpack_single(
     values[1 : at + 3 + joined] = [
         known.rids + new_rids if joined else known.rids,
         None,
-        shape.reasons if running else between.pop(1),
+        reasons,
         known.prompt + new_prompt if joined else known.prompt,
     ]
     "".join(new_rids)  # proves str
-    if between + values[9 - holes : 9] != _PLACEHOLDERS[2 + running + holes]:
+    if between + values[9 - holes : 9] != _PLACEHOLDERS[3 + holes]:
         raise DecodeError("what was left out is something else")
     if holes == CUT_ZEROS:
         values[6] = shape.zeros
