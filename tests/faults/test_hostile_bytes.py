@@ -409,6 +409,45 @@ def test_an_engine_of_an_earlier_client_dials_on(client_and_engines, short_dir):
     assert client.is_alive
 
 
+@pytest.mark.parametrize("says", ["sentinel", "nonsense"])
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("kind", ["tcp", "ipc"])
+def test_an_engine_of_an_earlier_client_takes_its_leave_late(
+    client_and_engines, short_dir, kind, count, says, log_lines
+):
+    """On a connection that is older than those of the engines that are here."""
+    addresses = [f"ipc://{short_dir}/{name}" for name in "hio"]
+    if kind == "tcp":
+        addresses = [f"tcp://127.0.0.1:{port}" for port in free_ports(3)]
+    endpoints = tszmq.Endpoints(*addresses)
+    client, [old] = client_and_engines(endpoints=endpoints)
+    client.close()
+    client, engines = client_and_engines(count, endpoints=endpoints)
+    streams = [client.stream([1], data_parallel_rank=rank) for rank in range(count)]
+    rids = [engine.recv_add().rid for engine in engines]
+    for _ in range(4):
+        if says == "sentinel":
+            old.sentinel()
+        else:
+            old.send_raw([b"\xc1"])
+    eventually(lambda: [line for line in log_lines if "no living engine" in line])
+    stays_true(lambda: all(info.alive for info in client.engines), 1.0)
+    for engine, rid, stream in zip(engines, rids, streams, strict=True):
+        engine.tokens(rid, [7], "stop")
+        assert stream.result(PATIENCE).token_ids == [7]
+    # One of those that are here is still believed.
+    engines[-1].sentinel()
+    eventually(lambda: not client.engines[-1].alive)
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
 def test_nobody_takes_the_place_of_an_engine_by_its_name(client_and_engines, peers):
     """Such as an engine of an earlier client, which dials in when it can."""
     client, engines = client_and_engines(2)

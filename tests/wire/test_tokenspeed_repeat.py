@@ -153,10 +153,40 @@ def test_no_more_is_remembered_than_is_of_use() -> None:
             decoder.decode([message(2, step, [5, 5], rids=[f"{engine:030}", "other"])])
         assert len(decoder._repeats) <= 64
     assert decoder._repeats.popitem()[1] is not None
+
+
+@pytest.mark.parametrize(("rows", "size"), [(3, 100_000), (15, 20_000), (16, 20_000), (9000, 40)])
+def test_long_ids_are_not_remembered(rows: int, size: int) -> None:
+    """Of 64 keys, one engine could make us keep a message each."""
+    decoder = TokenSpeedDecoder()
+    ids = [f"{row:0{size}}" for row in range(rows)]
+    for step in range(4):
+        assert decoder.decode([message(rows, step, [5] * rows, rids=ids)]).request_ids == ids
+    assert not decoder._known
+    assert not any(decoder._repeats.values())
+
+
+def test_rows_that_join_are_not_remembered_without_end() -> None:
+    decoder = TokenSpeedDecoder()
+    for rows in (16, 8000, 16_000, 16_000, 16_000):
+        decoder.decode([message(rows, 1, [5] * rows)])
+    assert not decoder._known
+    assert not any(decoder._repeats.values())
+
+
+def test_remembered_rows_are_those_of_the_batch() -> None:
+    """Not those of an earlier one that began with the same id."""
+    few = ["a" * 28] + ["b" * 28] * 15
     rows = 10_001
-    for step in range(3):
-        decoder.decode([message(rows, step, [5] * rows)])
-    assert all(repeat is None or repeat._rows == 2 for repeat in decoder._repeats.values())
+    many = ["a" * 28] + [f"c{row:027}" for row in range(rows - 1)]
+    messages = [message(16, 0, [300] * 16, rids=few)]
+    messages += [message(rows, step, [300] * rows, rids=many) for step in range(3)]
+    packed = pack(many)
+    forged = messages[-1].replace(packed, packed[:3] + pack(few)[3:])
+    prompts = pack([row * 9 for row in range(rows)])
+    forged = forged.replace(prompts, prompts[:3] + pack([row * 9 for row in range(16)])[3:])
+    assert len(forged) < len(messages[-1]) - rows * 28
+    assert agree([*messages, forged])[-1] is None
 
 
 def test_what_is_always_the_same_does_not_hide_in_the_counts() -> None:

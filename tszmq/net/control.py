@@ -135,12 +135,14 @@ class _Control:
             settings.parallel_config,
             self._connections,
             sockets.monitors[0].is_open,
-            before_init=self._allow_takeovers,
+            before_init=self._invite,
         )
         self._outbox = Outbox(self._input, settings.send_timeout)
         self._silence = SilenceWatch(settings.silence_timeout, settings.silence_warning)
         self._links: dict[int, _Link] = {}
         self._index_of: dict[int, int] = {}  # input connection -> engine index
+        # Engine index -> output connections that were there before it was told where to dial.
+        self._before: dict[int, int] = {}
         self._timers = Timers()
         self._waves = WaveClock()
         self._asleep = False  # a lockstep group was given a request and has not been woken
@@ -281,6 +283,11 @@ class _Control:
         """Only while an engine is on its way may one that dials in take an identity in use."""
         self._input.setsockopt(zmq.ROUTER_HANDOVER, int(self._startup.pending()))
 
+    def _invite(self, index: int) -> None:
+        """An engine is about to be told where to dial."""
+        self._before[index] = self._sockets.monitors[2].num_accepted()
+        self._allow_takeovers()
+
     def _publish_muster(self) -> None:
         self._allow_takeovers()
         self._shared.muster = Muster(
@@ -360,9 +367,17 @@ class _Control:
 
     def _suspect(self, item: mail.Suspect) -> None:
         if item.engine_index is None:
+            # Engines of an earlier client dial in, too, and take their leave some time: before
+            # those that were told to.
+            number = self._sockets.monitors[2].number(item.fd)
+            innocent = [
+                index
+                for index, before in self._before.items()
+                if number is not None and number <= before
+            ]
+            order = Blame(item.fd, item.reason, item.unreadable, frozenset(innocent))
             # The culprit's connections usually close now and tell who it was.
-            order = Blame(item.fd, item.reason, item.unreadable)
-            self._at(_BLAME_GRACE, partial(self._order, order))
+            self._at(0.0 if item.certain else _BLAME_GRACE, partial(self._order, order))
             return
         index = item.engine_index
         with self._shared.state as flights:

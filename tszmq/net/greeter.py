@@ -42,7 +42,7 @@ class Greeter:
         parallel_config: For INIT.
         connections: Gives them numbers.
         is_open: Whether this socket has a connection at a descriptor now.
-        before_init: Called before an INIT is sent: an engine is about to dial in.
+        before_init: Called before an INIT is sent to an engine, which then dials in.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Greeter:
         parallel_config: Mapping[str, Any],
         connections: Connections,
         is_open: Callable[[int], bool],
-        before_init: Callable[[], object],
+        before_init: Callable[[int], object],
     ) -> None:
         self.socket = socket
         self._before_init = before_init
@@ -134,7 +134,7 @@ class Greeter:
             self._address_for(index, self._endpoints.output or ""),
             self._parallel_config,
         )
-        self._before_init()
+        self._before_init(index)
         try:
             self.socket.send_multipart([engine_identity(index), init], zmq.NOBLOCK)
         except zmq.ZMQError as error:

@@ -146,6 +146,10 @@ class Attribution:
         """Whether the engine's connection is known."""
         return index in self._fds
 
+    def is_known(self, fd: int) -> bool:
+        """Whether batches of an engine came on that connection."""
+        return fd in self._engines
+
     def learn(self, index: int, fd: int) -> None:
         """A readable batch of the engine came on that connection."""
         self.forget(index)

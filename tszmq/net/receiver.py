@@ -82,11 +82,16 @@ class OutputClosed:
 
 @attrs.frozen
 class Blame:
-    """Nothing else told who sent this: every engine that may have is dead."""
+    """Nothing else told who sent this: every engine that may have is dead.
+
+    Attributes:
+        innocent: Those that cannot have.
+    """
 
     fd: int
     reason: str
     unreadable: bool
+    innocent: frozenset[int]
 
 
 @attrs.frozen
@@ -258,14 +263,19 @@ class _Receiver:
             self._blame(fd, reason, unreadable=True)
 
     def _blame(self, fd: int, reason: str, *, unreadable: bool) -> None:
-        """Find out which engine it was; leave it to time when several may have been it."""
+        """Find out which engine it was. The control thread, which knows when the connection was
+        made, and that of the engines, has the last word unless an engine's batches came there."""
         suspects = self._suspects(fd, unreadable)
-        if len(suspects) == 1:
+        if suspects and self._sources.is_known(fd):
             self._condemn(suspects[0], reason, unreadable)
         elif suspects:
-            self._shared.mailbox.post(Suspect(None, reason, fd=fd, unreadable=unreadable))
+            certain = len(suspects) == 1
+            self._shared.mailbox.post(Suspect(None, reason, fd, unreadable, certain))
         else:
-            self._warn(f"a connection that belongs to no living engine: {reason}")
+            self._warn_of_stranger(reason)
+
+    def _warn_of_stranger(self, reason: str) -> None:
+        self._warn(f"a connection that belongs to no living engine: {reason}")
 
     def _warn(self, text: str) -> None:
         """Whoever reaches the socket can cause these: they must not fill the log."""
@@ -339,8 +349,12 @@ class _Receiver:
             self._shared.mailbox.post(Suspect(index, "its output connection was lost"))
 
     def _blame_all(self, order: Blame) -> None:
-        for index in self._suspects(order.fd, order.unreadable):
+        suspects = self._suspects(order.fd, order.unreadable)
+        guilty = [index for index in suspects if index not in order.innocent]
+        for index in guilty:
             self._condemn(index, order.reason, order.unreadable)
+        if suspects and not guilty:
+            self._warn_of_stranger(order.reason)
 
     def _halt(self, _: Halt) -> None:
         self._halted = True

@@ -132,6 +132,8 @@ class Monitor:
         )
         self.socket.setsockopt(zmq.LINGER, 0)
         self._open: dict[int, int | None] = {}  # fd -> the process at the other end
+        self._numbers: dict[int, int] = {}  # the same -> which of all that were accepted
+        self._accepted = 0
         self.departed: dict[int, int | None] = {}
         """The same, of those that closed; where ``asks_who``."""
         self._closed: list[int] = []
@@ -140,8 +142,11 @@ class Monitor:
         while self.socket.poll(0):
             event = recv_monitor_message(self.socket, zmq.NOBLOCK)
             if event["event"] == zmq.EVENT_ACCEPTED:
+                self._accepted += 1
+                self._numbers[event["value"]] = self._accepted
                 self._open[event["value"]] = peer_pid(event["value"]) if self._asks else None
             elif event["event"] == zmq.EVENT_DISCONNECTED:
+                self._numbers.pop(event["value"], None)
                 self.departed[event["value"]] = self._open.pop(event["value"], None)
                 self._closed.append(event["value"])
 
@@ -159,6 +164,16 @@ class Monitor:
         """Whether this socket has a connection at that descriptor now."""
         self._read()
         return fd in self._open
+
+    def num_accepted(self) -> int:
+        """How many connections have been accepted so far."""
+        self._read()
+        return self._accepted
+
+    def number(self, fd: int) -> int | None:
+        """Which of them, in order, is there now; None when none is known to be."""
+        self._read()
+        return self._numbers.get(fd)
 
     def close(self) -> None:
         """Stop reading."""

@@ -76,7 +76,7 @@ class UtilityResult:
     value: Any
 
 
-@lru_cache(256)
+@lru_cache(64)
 def ones(rows: int) -> int:
     """One for each row, 32 bits wide."""
     return int.from_bytes(array("I", [1]).tobytes() * rows, sys.byteorder)

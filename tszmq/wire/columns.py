@@ -26,6 +26,7 @@ _LARGEST_TINY = 0x7F  # an int that is its own first byte
 _EMPTY_TEXT = 0xA0  # is a string that is empty; what follows it starts longer ones
 _LONGEST_TEXT = 31
 _NOT_EMPTY = re.compile(b"[^\xa0]")
+_MOST_ROWS = 10_000  # bounds what is kept for each number of rows
 _FEW = 16  # rows are quicker decoded than made a table
 _MOST_NARROW = 6  # one in so many rows may be below 128, or decoding them is quicker
 
@@ -81,6 +82,8 @@ def single_ints(column: bytes, rows: int) -> array[int] | None:
     """
     if rows == 1:
         return _one_int(column)
+    if rows > _MOST_ROWS or len(column) > rows * _WIDE.width:
+        return None
     size = 4 * rows
     table = _replaced(column, size, _NARROW)
     if len(table) != size:
@@ -134,8 +137,8 @@ def _starts(form: _Form, rows: int) -> tuple[int, int]:
     return _from_bytes(starts, "big"), _from_bytes(mask, "big")
 
 
-_narrow_starts = lru_cache(256)(partial(_starts, _NARROW))
-_wide_starts = lru_cache(256)(partial(_starts, _WIDE))
+_narrow_starts = lru_cache(64)(partial(_starts, _NARROW))
+_wide_starts = lru_cache(64)(partial(_starts, _WIDE))
 
 
 def _replaced(table: bytes, size: int, form: _Form) -> bytes:

@@ -44,7 +44,7 @@ _HOLES = [HOLE * columns for columns in range(4)]
 _PLACEHOLDERS = [[PLACEHOLDER] * columns for columns in range(7)]
 _NONE: list[int] = []  # no row ends; nobody changes it
 _MOST_KNOWN = 64  # engines are remembered
-_MOST_ROWS = 10_000  # of each: bounds what a broken one can make us keep
+_MOST_BYTES = 1 << 18  # of their ids: bounds what a broken one can make us keep
 _COLUMNS = 7  # after the ids
 _COUNTS_AND_ON = 4  # of them: those after the prompt tokens
 # What the steps below raise on a message that is not the usual one.
@@ -124,16 +124,18 @@ class TokenSpeedDecoder:
             repeats[key] = None
 
     def _repeat(self, data: bytes, batch: EngineBatch, step: OneEach) -> Repeat | None:
-        """What messages like this one have in common; None where its rows are too many."""
+        """What messages like this one have in common; None where that is too much to keep."""
         if len(step.tokens) < LARGE:
             ids = pack(batch.request_ids)
             shape = Shape.of(ids[:1])
             ids, prompts = ids[1:], pack(batch.prompt_tokens)[1:]
         else:
             known = self._known.get(data[_IDS:_KEY_END])
-            if known is None:
+            if known is None or known.rids is not batch.request_ids:
                 return None
             ids, prompts, shape = known.ids, known.prompts, self._shape
+        if len(ids) > _MOST_BYTES:
+            return None
         start = b"".join((_HEAD, shape.header, ids, shape.header))
         return Repeat(start, prompts, shape, batch, step)
 
@@ -264,7 +266,7 @@ class TokenSpeedDecoder:
         """The rows that the next batch is likely to start with: those of this one that go on."""
         rids, prompt = batch.request_ids, batch.prompt_tokens or []
         if known is None:
-            if not LARGE <= len(rids) <= _MOST_ROWS:
+            if len(rids) < LARGE:
                 return
             if len(self._known) >= _MOST_KNOWN:
                 del self._known[next(iter(self._known))]  # what was noted first goes first
@@ -274,9 +276,9 @@ class TokenSpeedDecoder:
             known.join(rids, rids[len(known.rids) :], prompt)
         elif prompt is not known.prompt:
             known.note_prompt(prompt)
-        if batch.finished:
+        if batch.finished or len(known.ids) > _MOST_BYTES:
             self._known.pop(known.ids[:_KEY], None)
-            if known.drop(batch.finished):
+            if len(known.ids) <= _MOST_BYTES and known.drop(batch.finished):
                 self._known[known.ids[:_KEY]] = known
 
 

@@ -38,7 +38,7 @@ _WIDTHS = {1: (b"", 0x7F), 2: (b"\xcc", 0xFF), 3: (b"\xcd", 0xFFFF), 5: (b"\xce"
 _from_bytes = int.from_bytes
 
 
-@lru_cache(256)
+@lru_cache(64)
 def _ones(rows: int, width: int) -> int:
     """A one at each row's end."""
     return _from_bytes((1).to_bytes(width, "big") * rows, "big")
