@@ -111,8 +111,6 @@ class _Batch:
     ) -> None:
         if errors not in ("raise", "return"):
             raise InvalidRequest(f"errors must be 'raise' or 'return', got {shown(errors)}")
-        if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
-            raise TypeError(f"prompts must be an iterable of prompts, got {type(prompts).__name__}")
         client._session.check_caller()
         self._session = client._session
         self._preparer = client._preparer
@@ -120,12 +118,12 @@ class _Batch:
         self._deadline = None
         if timeout is not None:
             self._deadline = time.monotonic() + check_timeout(timeout, "timeout")
-        self._total = len(prompts) if isinstance(prompts, Sized) else None
+        self._prompts = _numbered(prompts)
+        self._total = _length(prompts)
         self._params = _each(params, self._total)
-        self._checks_params = not isinstance(self._params, itertools.repeat)
+        self._checks_params = isinstance(params, Sized)  # an iterator may have more, or no end
         self._window = _window(client, max_inflight)
         self._meter = meter(progress)
-        self._prompts = iter(enumerate(prompts))
         self._return_errors = errors == "return"
         self._eager = eager  # hand out each as soon as it ends
         self._chunks = chunks  # hand out chunks, too
@@ -158,9 +156,11 @@ class _Batch:
                     yield from self._settle()
                     continue
                 if self._exhausted and not self._unfinished and self._held is None:
-                    if not self._is_cut_short():
-                        return
-                    continue
+                    if self._is_cut_short():
+                        continue
+                    if not self._pulled:  # nothing else has told
+                        self._session.raise_if_closed()
+                    return
                 if not self._wait():
                     self._expire()
                 self._collect()
@@ -193,6 +193,9 @@ class _Batch:
                 raise InvalidRequest(f"{self._pulled} prompts came, and more sampling_params")
             return False
         self._pulled = index + 1
+        if self._total is None:  # it was not there to be aborted before
+            with self._session.shared.state as flights:
+                self._group.aborts = flights.batch_aborts
         params = next(self._params, _NO_MORE)
         self._session.check_process()
         if params is _NO_MORE:
@@ -210,7 +213,7 @@ class _Batch:
                 group=self._group,
                 position=index,
             )
-        except (TszmqError, TypeError) as error:
+        except Exception as error:  # a prompt of the caller's making may raise anything
             if hasattr(prompt, "__index__") and not hasattr(prompt, "__len__"):
                 error.add_note("each prompt is a sequence of token ids; for one, call generate")
             self._fail(index, error)
@@ -423,6 +426,23 @@ class _Ticket:
         self._gate.wake()
 
 
+def _numbered(prompts: Iterable[object]) -> Iterator[tuple[int, object]]:
+    try:
+        if not isinstance(prompts, (str, bytes)):
+            return enumerate(prompts)
+    except TypeError:
+        pass
+    raise TypeError(f"prompts must be an iterable of prompts, got {type(prompts).__name__}")
+
+
+def _length(prompts: Iterable[object]) -> int | None:
+    """How many there are; None when they do not say."""
+    try:
+        return len(prompts) if isinstance(prompts, Sized) else None
+    except TypeError:  # such as a loader of a stream
+        return None
+
+
 def _each(params: object, total: int | None) -> Iterator[SamplingParams | None]:
     """The parameters of each prompt, in their order.
 
@@ -438,7 +458,7 @@ def _each(params: object, total: int | None) -> Iterator[SamplingParams | None]:
         )
     if total is None:
         return iter(params)
-    given = list(params)
+    given = list(params if isinstance(params, Sized) else itertools.islice(params, total))
     for index, each in enumerate(given):
         if each is not None and not isinstance(each, SamplingParams):
             raise TypeError(

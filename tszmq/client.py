@@ -299,8 +299,9 @@ class Client(BulkCalls, EngineCalls):
         self._abort_where(lambda request: request.label == request_id)
 
     def abort_all(self) -> None:
-        """Abort every unfinished request, those that wait for a place and those that a batch
-        call has not sent yet included. Any thread; does not wait."""
+        """Abort every unfinished request, those that wait for a place and the prompts that a
+        batch call has and did not send yet included; what an iterator of prompts yields later is
+        sent. Any thread; does not wait."""
         self._abort_where(lambda _: True, batches=True)
 
     def _abort_where(self, chosen: Callable[[Request], bool], batches: bool = False) -> None:

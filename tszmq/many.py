@@ -57,7 +57,7 @@ class BulkCalls:
 
         Args:
             prompts: Any iterable of prompts; pulled as places become free.
-            sampling_params: One for all, or one each.
+            sampling_params: One for all, or one each: of an iterator as many as there are prompts.
             timeout: Seconds for the whole batch.
             max_inflight: Unfinished requests of this call at once; None: enough to keep the
                 engines busy.
@@ -107,7 +107,8 @@ class BulkCalls:
     ) -> Any:
         """As ``generate_many``, but yields ``(index, Completion)`` as they finish.
 
-        Nothing is sent before the first ``next()``, while ``timeout`` counts from this call.
+        Nothing is sent before the first ``next()``, while ``timeout`` counts from this call. This
+        thread pulls the prompts, too: while it waits for one, nothing is yielded.
         Closing the iterator, or dropping it, aborts what is unfinished.
         """
         return bulk.as_completed(

@@ -6,7 +6,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -831,6 +831,25 @@ def test_abort_all_ends_what_a_bulk_call_has_not_sent(client_and_engines, kind):
     assert again.result(PATIENCE)[0].token_ids == [7]
 
 
+def test_abort_all_of_a_batch_that_is_fed_spares_what_comes_later(client_and_engines):
+    """Such as a worker's, whose requests are aborted while weights are updated."""
+    client, [engine] = client_and_engines()
+    feed = queue.SimpleQueue()
+    for number in range(4):
+        feed.put([number + 1])
+    results = client.as_completed(iter(feed.get, None), SHORT, max_inflight=4)
+    call = in_thread(lambda: dict(results))
+    adds = engine.recv_adds(4)
+    client.abort_all()
+    engine.recv_aborts_of(add.rid for add in adds)
+    for prompt in ([5], [6], None):
+        feed.put(prompt)
+    for add in engine.recv_adds(2):
+        engine.tokens(add.rid, [7], "stop")
+    reasons = [done.finish_reason for _, done in sorted(call.result(PATIENCE).items())]
+    assert reasons == ["abort"] * 4 + ["stop"] * 2
+
+
 @pytest.mark.parametrize("bound", [None, 1])
 def test_abort_all_of_a_batch_without_end_is_told_as_it_goes(client_and_engines, bound):
     """Not after all prompts have been pulled, of which there is no last."""
@@ -840,12 +859,79 @@ def test_abort_all_of_a_batch_without_end_is_told_as_it_goes(client_and_engines,
     rid = engine.recv_add().rid
     engine.tokens(rid, [10], "stop")
     assert first.result(PATIENCE)[1].token_ids == [10]
+    second = in_thread(next, results)
+    eventually(lambda: inflight(client) == [bound or 4])
     client.abort_all()
-    ends = in_thread(lambda: [done.finish_reason for _, done in itertools.islice(results, 20)])
-    assert ends.result(PATIENCE) == ["abort"] * 20
+    assert second.result(PATIENCE)[1].finish_reason == "abort"
     results.close()
     assert waiting_for_a_place(client) == 0
     assert inflight(client) == [0]
+
+
+def test_params_of_an_iterator_without_end(client_and_engines):
+    """As many are taken as there are prompts, whether these say how many they are or not."""
+    client, _ = client_and_engines(auto=True)
+    short, shorter = SamplingParams(max_tokens=2), SamplingParams(max_tokens=1)
+    for prompts in ([[1], [2], [3]], iter([[1], [2], [3]])):
+        results = client.generate_many(prompts, itertools.cycle([short, shorter]))
+        assert [len(done.token_ids) for done in results] == [2, 1, 2]
+    taken = iter([short] * 5)
+    client.generate_many([[1], [2]], taken)
+    assert len(list(taken)) == 3
+
+
+class Reader(Sequence):
+    """A prompt that is made when it is looked at, or not."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, _: object) -> int:
+        raise ValueError("no such shard")
+
+
+class Tensor:
+    def tolist(self) -> list[int]:
+        raise RuntimeError("no such device")
+
+
+@pytest.mark.parametrize(("prompt", "kind"), [(Reader(), ValueError), (Tensor(), RuntimeError)])
+def test_a_prompt_that_cannot_be_read_fails_alone(client_and_engines, prompt, kind):
+    client, _ = client_and_engines(auto=True)
+    first, bad, last = client.generate_many([[1], prompt, [2]], SHORT, errors="return")
+    assert first.token_ids
+    assert last.token_ids
+    assert isinstance(bad, kind)
+    with pytest.raises(kind, match="no such") as caught:
+        client.generate_many([[1], prompt, [2]], SHORT)
+    assert "prompts[1]" in caught.value.__notes__[0]
+
+
+def test_prompts_of_every_kind_of_iterable(client_and_engines):
+    client, _ = client_and_engines(auto=True)
+
+    class Loader:
+        def __iter__(self):
+            return iter([[1], [2]])
+
+        def __len__(self):
+            raise TypeError("a stream has no length")
+
+    class Old:
+        def __getitem__(self, index):
+            return [[1], [2]][index]
+
+    for prompts in (Loader(), Old(), {(1,): 0, (2,): 0}, ([n + 1] for n in range(2))):
+        assert len(client.generate_many(prompts, SHORT)) == 2
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_a_batch_of_nothing_on_a_closed_client(client_and_engines, kind):
+    client, _ = client_and_engines()
+    assert list(getattr(client, kind)([])) == []
+    client.close()
+    with pytest.raises(tszmq.ClientClosed):
+        list(getattr(client, kind)([]))
 
 
 def test_abort_all_ends_a_bulk_call_that_waits_for_a_place(client_and_engines):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 import pytest
@@ -231,3 +232,33 @@ def test_a_policy_that_fails_for_a_request_takes_no_place():
         place.flights.admit(request, None, 1.0, request.gate)
     place.check()
     assert place.flights.routing.inflight(0) == 0
+
+
+class Whatever(LeastLoaded):
+    """Picks, or scores, as it is told to, once."""
+
+    def __init__(self, pick: Any = None, score: Any = 0.0) -> None:
+        self.wrong_pick, self.wrong_score = pick, score
+
+    def score(self, engine: EngineView, request: RequestView | None = None) -> float:
+        score, self.wrong_score = self.wrong_score, 0.0
+        return score
+
+    def pick(self, scores: Sequence[float], start: int) -> int:
+        wrong, self.wrong_pick = self.wrong_pick, None
+        return super().pick(scores, start) if wrong is None else wrong
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *(Whatever(pick=pick) for pick in (0.0, 7, "0", [])),
+        *(Whatever(score=score) for score in (None, "0", [])),
+    ],
+    ids=lambda policy: f"{policy.wrong_pick!r} {policy.wrong_score!r}",
+)
+def test_one_wrong_answer_of_a_policy_is_not_remembered(policy):
+    state = routing_of(2, policy)
+    with pytest.raises((TypeError, IndexError)):
+        state.reserve("first", 1)
+    assert [state.reserve(f"next {number}", 1) for number in range(4)] == [0, 1, 0, 1]

@@ -162,10 +162,11 @@ class RoutingState:
         count = len(scores)
         start = self._turn % count
         position = self._policy.pick(scores, start)
+        chosen = self._alive[position]  # or an error: a policy may return anything
         # After the one chosen, not after the last start: else the neighbour of a busy engine
         # would get that one's share as well as its own.
         self._turn = position + 1
-        return self._alive[position]
+        return chosen
 
     def _score_all(self, request: RequestView) -> list[float]:
         return [self._policy.score(self._engines[index], request) for index in self._alive]
@@ -179,7 +180,7 @@ class RoutingState:
         scores, changed = self._scores, self._changed
         for engine in list(changed):
             if engine.alive:
-                scores[engine.position] = self._policy.score(engine, None)
+                scores[engine.position] = self._policy.score(engine, None) + 0.0  # or an error
             changed.discard(engine)
         return scores
 
