@@ -546,6 +546,54 @@ def test_a_wait_for_a_lock_can_be_interrupted(debug):
     assert run_python(CONTENDED, debug=debug) == "passed\n"
 
 
+HANDLER = """
+import faulthandler, signal, threading
+from tszmq.ownership import Level, mutex
+
+faulthandler.dump_traceback_later(40, exit=True)
+guard, other = mutex(Level.STATE, threading.local()), mutex(Level.STATE, threading.local())
+entered, leave = threading.Event(), threading.Event()
+
+
+def hold():
+    with guard:
+        entered.set()
+        leave.wait(30)
+
+
+holder = threading.Thread(target=hold)
+holder.start()
+entered.wait(30)
+
+
+def use_the_other(signum, frame):
+    with other as value:
+        value.used = True
+    leave.set()
+
+
+signal.signal(signal.SIGALRM, use_the_other)
+# Again and again: one that comes just before the thread falls asleep does not wake it.
+signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+for _ in range(3):
+    with guard as value:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        value.used = True
+holder.join(30)
+with other as value:
+    assert value.used
+try:
+    value.used
+except Exception as error:
+    print(type(error).__name__)
+"""
+
+
+def test_a_handler_that_comes_while_a_lock_is_waited_for_may_take_another():
+    """The value that is about to be lent is lent all the same."""
+    assert run_python(HANDLER, debug="1") == "LockOrderError\n"
+
+
 # --- the collector inside a guarded block --------------------------------------------------------
 
 COLLECT = """

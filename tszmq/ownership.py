@@ -19,7 +19,7 @@ import sys
 import threading
 import weakref
 from contextlib import AbstractContextManager
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Generic, TypeVar, cast
 
 from tszmq.errors import LockOrderError
@@ -139,14 +139,27 @@ def _target_of(borrow: _Borrow) -> object:
 class _Held:
     """One lock that a thread holds or is about to take, where, and the value it is lent."""
 
-    __slots__ = ("borrow", "level", "lock", "text")
+    __slots__ = ("borrow", "frame", "instruction", "level", "lock", "text")
 
-    def __init__(self, guard: _Checked[Any], where: str, borrow: _Borrow) -> None:
+    def __init__(self, guard: _Checked[Any], where: str, frame: FrameType, borrow: _Borrow) -> None:
         self.lock = guard.raw
         self.level = guard.level
         self.text = f"{guard.name} (taken at {where})"
+        self.frame = id(frame)  # not the frame itself: it would keep all that is in it alive
+        self.instruction = frame.f_lasti
         # Weak: what a block leaves behind must not keep the value alive.
         self.borrow = weakref.ref(borrow)
+
+
+def _about_to_be_taken(entries: list[_Held], frame: FrameType | None) -> list[_Held]:
+    """Those whose thread a signal handler interrupted while it waited for the lock: it is still
+    at the instruction that takes it, somewhere below the handler."""
+    waiting = []
+    while frame is not None and entries:
+        here = id(frame), frame.f_lasti
+        waiting += [entry for entry in entries if (entry.frame, entry.instruction) == here]
+        frame = frame.f_back
+    return waiting
 
 
 class _PerThread(threading.local):
@@ -187,11 +200,14 @@ class _Checked(Mutex[T]):
         """Whether the calling thread may take this lock; the value that it will be lent."""
         frame = sys._getframe(1)
         where = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-        held = [entry for entry in _this_thread.held if entry.lock._is_owned()]
+        held: list[_Held] = []
+        others: list[_Held] = []
+        for entry in _this_thread.held:
+            (held if entry.lock._is_owned() else others).append(entry)
         self._check_order(held, where)
         borrow = _Borrow(self._value, self)
-        held.append(_Held(self, where, borrow))
-        _this_thread.held = held
+        entry = _Held(self, where, frame, borrow)
+        _this_thread.held = [*_about_to_be_taken(others, frame.f_back), *held, entry]
         return None, borrow
 
     def _check_order(self, held: list[_Held], where: str) -> None:
