@@ -31,7 +31,9 @@ def start_embedded(kind: type[Client], engine_count: int, options: dict[str, Any
         ConnectError: An engine's process ended instead of connecting.
         HandshakeTimeout: Not every engine connected in time.
     """
-    bind_names = [name for name in inspect.signature(kind.bind).parameters if name[0] != "_"]
+    given = ("endpoints", "engine_count")
+    names = inspect.signature(kind.bind).parameters
+    bind_names = [name for name in names if name[0] != "_" and name not in given]
     client_options = {name: options[name] for name in options if name in bind_names}
     engine_options = {name: options[name] for name in options if name not in bind_names}
     known = {field.name for field in attrs.fields(EngineOptions)} | {"first_index", "capture"}

@@ -10,7 +10,7 @@ import attrs
 from tszmq.checks import MAX_TOKENS, plain_number, shown, whole_number
 from tszmq.core.ids import WireIds
 from tszmq.core.request import Group, Request, Wakeable
-from tszmq.errors import InvalidRequest
+from tszmq.errors import EngineDead, InvalidRequest
 from tszmq.net.shared import Shared
 from tszmq.net.submit import Prepared
 from tszmq.types import EngineInfo, SamplingParams, token_id_list
@@ -20,6 +20,7 @@ __all__ = ["Preparer", "check_timeout"]
 
 _MAX_LENGTH = 2**31 - 1  # an engine may say anything
 _DEFAULT_PARAMS = SamplingParams()
+_PROMPT = "the prompt's token ids"
 
 
 def check_timeout(timeout: object, what: str, *, optional: bool = True) -> float:
@@ -95,9 +96,13 @@ class Preparer:
         pinned = None
         if rank is not None:
             pinned = whole_number(rank, "data_parallel_rank", or_none=True)
-        with self._shared.state as flights:
-            engine = flights.limits(pinned)
-        tokens = token_id_list(ids, what="the prompt's token ids", at_most=_longest(engine))
+        try:
+            with self._shared.state as flights:
+                engine = flights.limits(pinned)
+        except EngineDead:
+            token_id_list(ids, what=_PROMPT)  # what is wrong with the call comes first
+            raise
+        tokens = token_id_list(ids, what=_PROMPT, at_most=_longest(engine))
         if params is None:
             params = _DEFAULT_PARAMS
         if not isinstance(params, SamplingParams):

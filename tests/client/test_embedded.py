@@ -23,6 +23,7 @@ pytestmark = pytest.mark.embedded
         (1, {"step_ms": -1}, tszmq.InvalidRequest, "step_ms must be finite and at least 0"),
         (1, {"kv_pages": 10.5}, TypeError, "kv_pages must be an int, got 10.5"),
         (1, {"stepms": 3}, TypeError, "'stepms' is no option.*connect_timeout.*step_ms"),
+        (1, {"endpoints": "ipc:///x/h"}, TypeError, "'endpoints' is no option"),
         (1, {"protocol": "http"}, tszmq.InvalidRequest, "one of 'tokenspeed', 'vllm'"),
     ],
 )

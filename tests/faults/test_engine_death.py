@@ -275,6 +275,9 @@ def test_sentinel_of_the_only_engine(client_and_engines, endpoints):
     check_dead(client, 0)
     with pytest.raises(tszmq.EngineDead):
         client.generate([1])
+    for wrong in ("abc", [True], [0.5], None):
+        with pytest.raises(TypeError):
+            client.generate(wrong)
 
 
 def test_sentinel_of_one_of_two(client_and_engines, endpoints):
