@@ -280,6 +280,17 @@ def test_sentinel_of_the_only_engine(client_and_engines, endpoints):
             client.generate(wrong)
 
 
+def test_sentinel_of_an_engine_that_has_sent_nothing_else(client_and_engines, endpoints):
+    """Its connection is not known by a batch; it is that of one that was told to dial in."""
+    client, [engine] = client_and_engines(endpoints=endpoints)
+    call = in_thread(client.generate, [1])
+    engine.recv_add()
+    engine.sentinel()
+    with pytest.raises(tszmq.EngineDead, match="ENGINE_CORE_DEAD"):
+        call.result(PATIENCE)
+    check_dead(client, 0)
+
+
 def test_sentinel_of_one_of_two(client_and_engines, endpoints):
     """It names nobody; the other engine is not taken for dead."""
     client, engines = client_and_engines(2, endpoints=endpoints)
