@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tszmq.codec import pack, unpack
 from tszmq.errors import DecodeError
-from tszmq.wire.columns import single_floats, single_ints
+from tszmq.wire.columns import rare_texts, single_floats, single_ints
 
 
 def column_of(values: list[Any]) -> bytes:
@@ -175,3 +175,63 @@ def test_other_columns_are_not_floats() -> None:
         b"",
     ):
         assert single_floats(other, 3) is None
+
+
+def check_texts(column: bytes, rows: int) -> bool:
+    """They are read as they are decoded, or not at all; whether they were."""
+    try:
+        expected = unpack(b"\xdd" + rows.to_bytes(4, "big") + column)
+    except DecodeError:
+        expected = None
+    try:
+        read = rare_texts(column, rows)
+    except UnicodeDecodeError:
+        read = None
+    if read is not None:
+        texts, positions = read
+        assert texts == expected, column.hex()
+        assert positions == [at for at, text in enumerate(texts) if text]
+    return read is not None
+
+
+TEXTS = st.sampled_from(["", "", "", "", "stop", "length", "a", "x" * 31, "\u00e9", "\u00a0\u3000"])
+
+
+@given(st.lists(TEXTS, max_size=40))
+def test_texts_are_those_that_were_written(texts: list[str]) -> None:
+    assert check_texts(b"".join(map(pack, texts)), len(texts))
+
+
+def test_long_texts_are_left_to_the_decoder() -> None:
+    for length in (32, 255, 256):
+        assert not check_texts(pack("") * 3 + pack("x" * length) + pack(""), 5)
+
+
+@given(
+    st.lists(TEXTS | st.sampled_from([None, True, 7, 1.5, [], ["a"], {}, -1, 300]), max_size=12),
+    st.integers(-2, 2),
+    st.integers(0, 60),
+    st.binary(max_size=3),
+)
+def test_other_columns_of_texts_are_not_misread(
+    values: list[Any], more: int, at: int, inserted: bytes
+) -> None:
+    column = b"".join(map(pack, values))
+    rows = max(0, len(values) + more)
+    check_texts(column, rows)
+    check_texts(column[:at] + inserted + column[at:], rows)
+    check_texts(column[:at] + inserted + column[at + 1 :], rows)
+    check_texts(column[:at], rows)
+
+
+@pytest.mark.parametrize("first", range(256))
+def test_what_starts_no_short_text_is_not_read_as_one(first: int) -> None:
+    for size in {abs(first - 0xA0) + more for more in (-1, 0, 1)}:
+        for before in (b"", b"\xa0"):
+            check_texts(before + bytes([first]) + b"a" * size, 1 + len(before))
+
+
+def test_so_many_rows_are_left_to_the_decoder() -> None:
+    """What is kept for each number of them would add up."""
+    assert check_ints(column_of([300] * 10_000), 10_000)
+    assert not check_ints(column_of([300] * 10_001), 10_001)

@@ -185,7 +185,7 @@ def rare_texts(column: bytes, rows: int) -> tuple[list[str], list[int]] | None:
         start = found.start()
         row += start - at
         end = start + 1 + column[start] - _EMPTY_TEXT
-        if not start < end - 1 <= start + _LONGEST_TEXT or end > len(column) or row >= rows:
+        if not start < end - 1 <= start + _LONGEST_TEXT or row >= rows:
             return None
         texts[row] = column[start + 1 : end].decode()
         positions.append(row)
