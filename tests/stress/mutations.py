@@ -130,9 +130,9 @@ TWO_LOCKS = Mutation(
         Patch(
             "net/receiver.py",
             "            with self._shared.state as flights:\n"
-            "                applied = flights.apply(batch, time.monotonic())\n",
+            "                applied = flights.apply(batch, now)\n",
             "            with self._shared.inflight, self._shared.state as flights:\n"
-            "                applied = flights.apply(batch, time.monotonic())\n",
+            "                applied = flights.apply(batch, now)\n",
         ),
     ),
 )
