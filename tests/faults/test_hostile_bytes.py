@@ -440,6 +440,23 @@ def test_an_engine_of_an_earlier_client_takes_its_leave_late(
     eventually(lambda: not client.engines[-1].alive)
 
 
+def test_sentinel_of_an_engine_that_was_told_twice_where_to_dial(client_and_engines, peers):
+    """It had dialled in when it asked again: that connection is its own all the same."""
+    bound = tszmq.Client.bind("tcp://127.0.0.1:*")
+    connecting = in_thread(bound.connect)
+    engine = client_and_engines.engine(bound.endpoints.handshake, 0)
+    engine.hello()
+    output = engine.wait_init()["addresses"]["outputs"][0]
+    dialled = peers(zmq.PUSH, output, wait=True)
+    engine.connect()
+    with connecting.result(PATIENCE) as client:
+        call = in_thread(client.generate, [1])
+        engine.recv_add()
+        dialled.send(b"ENGINE_CORE_DEAD")
+        with pytest.raises(tszmq.EngineDead, match="ENGINE_CORE_DEAD"):
+            call.result(PATIENCE)
+
+
 def free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(count)]

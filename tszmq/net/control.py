@@ -285,7 +285,8 @@ class _Control:
 
     def _invite(self, index: int) -> None:
         """An engine is about to be told where to dial."""
-        self._before[index] = self._sockets.monitors[2].num_accepted()
+        # Told again, it may have dialled in already: the first time counts until it is dead.
+        self._before.setdefault(index, self._sockets.monitors[2].num_accepted())
         self._allow_takeovers()
 
     def _publish_muster(self) -> None:
@@ -350,6 +351,7 @@ class _Control:
             return
         self._abort(item.requests)  # it may still read, even if nobody can read it
         del self._links[item.engine_index]
+        self._before.pop(item.engine_index, None)
         self._index_of.pop(link.connection, None)
         self._outbox.forget(item.engine_index)
         if link.lockstep:
@@ -375,9 +377,9 @@ class _Control:
                 for index, before in self._before.items()
                 if number is not None and number <= before
             ]
-            order = Blame(item.fd, item.reason, item.unreadable, frozenset(innocent))
+            order = Blame(item.fd, item.reason, item.unreadable, frozenset(innocent), item.sole)
             # The culprit's connections usually close now and tell who it was.
-            self._at(0.0 if item.certain else _BLAME_GRACE, partial(self._order, order))
+            self._at(_BLAME_GRACE if item.sole is None else 0.0, partial(self._order, order))
             return
         index = item.engine_index
         with self._shared.state as flights:

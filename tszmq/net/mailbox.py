@@ -83,14 +83,14 @@ class Suspect:
         reason: For the error.
         fd: The connection in question.
         unreadable: Whether its messages could not be read.
-        certain: There is only one that it may have been, as far as the receiver knows.
+        sole: The only engine that it may have been, as far as the receiver knows.
     """
 
     engine_index: int | None
     reason: str
     fd: int = -1
     unreadable: bool = False
-    certain: bool = False
+    sole: int | None = None
 
 
 @attrs.frozen(eq=False)

@@ -86,12 +86,14 @@ class Blame:
 
     Attributes:
         innocent: Those that cannot have.
+        sole: The only one that may have, when it came; None to look again.
     """
 
     fd: int
     reason: str
     unreadable: bool
     innocent: frozenset[int]
+    sole: int | None
 
 
 @attrs.frozen
@@ -269,8 +271,8 @@ class _Receiver:
         if suspects and self._sources.is_known(fd):
             self._condemn(suspects[0], reason, unreadable)
         elif suspects:
-            certain = len(suspects) == 1
-            self._shared.mailbox.post(Suspect(None, reason, fd, unreadable, certain))
+            sole = suspects[0] if len(suspects) == 1 else None
+            self._shared.mailbox.post(Suspect(None, reason, fd, unreadable, sole))
         else:
             self._warn_of_stranger(reason)
 
@@ -349,7 +351,9 @@ class _Receiver:
             self._shared.mailbox.post(Suspect(index, "its output connection was lost"))
 
     def _blame_all(self, order: Blame) -> None:
-        suspects = self._suspects(order.fd, order.unreadable)
+        # A connection may be gone by now: who may have had it is looked up while it is there.
+        sole = order.sole
+        suspects = self._suspects(order.fd, order.unreadable) if sole is None else [sole]
         guilty = [index for index in suspects if index not in order.innocent]
         for index in guilty:
             self._condemn(index, order.reason, order.unreadable)

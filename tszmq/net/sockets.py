@@ -132,7 +132,7 @@ class Monitor:
         )
         self.socket.setsockopt(zmq.LINGER, 0)
         self._open: dict[int, int | None] = {}  # fd -> the process at the other end
-        self._numbers: dict[int, int] = {}  # the same -> which of all that were accepted
+        self._numbers: dict[int, int] = {}  # fd -> which of all that were accepted was there last
         self._accepted = 0
         self.departed: dict[int, int | None] = {}
         """The same, of those that closed; where ``asks_who``."""
@@ -146,7 +146,6 @@ class Monitor:
                 self._numbers[event["value"]] = self._accepted
                 self._open[event["value"]] = peer_pid(event["value"]) if self._asks else None
             elif event["event"] == zmq.EVENT_DISCONNECTED:
-                self._numbers.pop(event["value"], None)
                 self.departed[event["value"]] = self._open.pop(event["value"], None)
                 self._closed.append(event["value"])
 
@@ -171,7 +170,7 @@ class Monitor:
         return self._accepted
 
     def number(self, fd: int) -> int | None:
-        """Which of them, in order, is there now; None when none is known to be."""
+        """Which of them, in order, was there last; None when none was."""
         self._read()
         return self._numbers.get(fd)
 
