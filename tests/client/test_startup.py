@@ -370,6 +370,8 @@ def test_a_log_line_holds_only_so_much_of_a_registration(client_and_engines, cap
     """And is one line, whatever the engine says."""
     with caplog.at_level(logging.INFO, "tszmq"):
         client, _ = client_and_engines(engine={"vllm_version": "1\nERROR forged" + "x" * 100_000})
+        # It is logged after whoever waits for the engine has been woken.
+        eventually(lambda: any("registered" in r.getMessage() for r in caplog.records))
     [line] = [r.getMessage() for r in caplog.records if "registered" in r.getMessage()]
     assert "engine 0 registered (version '1\\nERROR" in line
     assert len(line) < 200
