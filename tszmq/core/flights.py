@@ -328,8 +328,8 @@ class Flights:
         return self._deliver(rows, batch, ended, now)
 
     def _apply_step(self, rows: Rows, batch: EngineBatch, now: float) -> Applied:
-        """The rest of ``apply`` for a batch whose tokens the rows keep together, where requests
-        start or end with it."""
+        """The rest of ``apply`` for a batch whose tokens the rows have taken in one step, where
+        requests start or end with it."""
         started = rows.start(now, batch.cached_tokens)
         rows.deal_to(batch.finished)
         ended = self._ends(rows, batch)

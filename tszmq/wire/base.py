@@ -77,9 +77,9 @@ class UtilityResult:
 
 
 @lru_cache(64)
-def ones(rows: int) -> int:
-    """One for each row, 32 bits wide."""
-    return int.from_bytes(array("I", [1]).tobytes() * rows, sys.byteorder)
+def ones(rows: int, width: int = 4) -> int:
+    """A one for each row, so many bytes wide."""
+    return int.from_bytes((1).to_bytes(width, "big") * rows, "big")
 
 
 @attrs.define(eq=False, slots=True)

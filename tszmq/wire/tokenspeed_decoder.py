@@ -62,7 +62,8 @@ class TokenSpeedDecoder:
 
     Remembers the rows of large batches: an engine's batch mostly starts with the rows of its
     one before that have not ended. Their ids are not decoded again then, and the strings in its
-    ``request_ids`` are the same objects; when nothing changed the list is.
+    ``request_ids`` are the same objects; when nothing changed the list is. Messages whose rows
+    all go on, with one token each, are not decoded at all (``Repeat``).
     """
 
     __slots__ = ("_known", "_load", "_repeats", "_shape", "_tail")

@@ -17,13 +17,12 @@ as one integer, they grow by a one at each row's end.
 from __future__ import annotations
 
 from array import array
-from functools import lru_cache
 from operator import countOf
 
 from tszmq.codec import HOLE, PLACEHOLDER, pack, unpack_pieces
 from tszmq.errors import DecodeError
 from tszmq.types import EngineLoad
-from tszmq.wire.base import Counts, EngineBatch, OneEach
+from tszmq.wire.base import Counts, EngineBatch, OneEach, ones
 from tszmq.wire.columns import FLOAT_ROW, single_floats, single_ints
 from tszmq.wire.tokenspeed_known import Shape, hides_a_bool
 from tszmq.wire.tokenspeed_output import MAX_ENGINE_INDEX, engine_load
@@ -36,12 +35,6 @@ _NEVER = -1  # no counts are this
 _WIDTHS = {1: (b"", 0x7F), 2: (b"\xcc", 0xFF), 3: (b"\xcd", 0xFFFF), 5: (b"\xce", 0xFFFF_FFFF)}
 """Bytes of an int, to what they start with, and the largest."""
 _from_bytes = int.from_bytes
-
-
-@lru_cache(64)
-def _ones(rows: int, width: int) -> int:
-    """A one at each row's end."""
-    return _from_bytes((1).to_bytes(width, "big") * rows, "big")
 
 
 class Repeat:
@@ -170,7 +163,7 @@ class Repeat:
         width, odd = divmod(len(packed), self._rows)
         start, largest = _WIDTHS.get(width, (b"", 0))
         if largest and not odd and (width == 1 or packed[::width] == start * self._rows):
-            self._ones = _ones(self._rows, width)
+            self._ones = ones(self._rows, width)
             self._next = _from_bytes(packed, "big") + self._ones
             self._most_ahead = largest - max(counts.column)
 
