@@ -35,8 +35,9 @@ from tests.mock_engine import (
 from tszmq import SamplingParams
 from tszmq.net.control import _Control
 from tszmq.net.mailbox import Do
+from tszmq.net.peers import CLOSED
 from tszmq.net.receiver import Joined
-from tszmq.net.sockets import WAKE
+from tszmq.net.sockets import WAKE, Monitor, source_fd
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -455,6 +456,48 @@ def test_sentinel_of_an_engine_that_was_told_twice_where_to_dial(client_and_engi
         dialled.send(b"ENGINE_CORE_DEAD")
         with pytest.raises(tszmq.EngineDead, match="ENGINE_CORE_DEAD"):
             call.result(PATIENCE)
+
+
+def test_last_words_are_believed_whose_connection_is_gone(client_and_engines, monkeypatch):
+    """By the time that the control thread has had its say."""
+    client, [engine] = client_and_engines()
+    call = in_thread(client.generate, [1])
+    engine.recv_add()
+    looks = []
+
+    def gone_at_the_second_look(fd):
+        looks.append(fd)
+        return os.getpid() if len(looks) == 1 else CLOSED
+
+    monkeypatch.setattr("tszmq.net.peers.peer_pid", gone_at_the_second_look)
+    engine.sentinel()
+    with pytest.raises(tszmq.EngineDead, match="ENGINE_CORE_DEAD"):
+        call.result(PATIENCE)
+    assert looks
+
+
+def test_connections_are_numbered_as_they_come_and_keep_it_when_they_go():
+    with zmq.Context() as context:
+        socket = context.socket(zmq.PULL)
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        monitor = Monitor(socket)
+        try:
+            for number in range(1, 4):
+                assert monitor.num_accepted() == number - 1
+                push = context.socket(zmq.PUSH)
+                push.connect(f"tcp://127.0.0.1:{port}")
+                push.send(b"")
+                fd = source_fd(socket.recv(copy=False))
+                eventually(lambda fd=fd: monitor.is_open(fd))
+                assert monitor.number(fd) == number
+                push.close(0)
+                eventually(lambda fd=fd: not monitor.is_open(fd))
+                assert monitor.number(fd) == number
+            assert monitor.number(-1) is None
+        finally:
+            socket.disable_monitor()
+            monitor.close()
+            socket.close(0)
 
 
 def free_ports(count: int) -> list[int]:
