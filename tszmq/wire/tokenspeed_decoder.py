@@ -42,7 +42,6 @@ _KEY = 29  # bytes of the first id, if it is ours: they tell engines apart
 _KEY_END = _IDS + _KEY
 _HOLES = [HOLE * columns for columns in range(4)]
 _PLACEHOLDERS = [[PLACEHOLDER] * columns for columns in range(7)]
-_NONE: list[int] = []  # no row ends; nobody changes it
 _MOST_KNOWN = 64  # engines are remembered
 _MOST_BYTES = 1 << 18  # of their ids: bounds what a broken one can make us keep
 _COLUMNS = 7  # after the ids
@@ -51,7 +50,9 @@ _COUNTS_AND_ON = 4  # of them: those after the prompt tokens
 _UNUSUAL = (DecodeError, TypeError, ValueError, OverflowError, AttributeError)
 
 
-_Single: TypeAlias = "tuple[array[int], array[float] | None, list[str], list[int], int, int, Span]"
+_Single: TypeAlias = (
+    "tuple[array[int], array[float] | None, list[str], Sequence[int], int, int, Span]"
+)
 """What is known of a batch of one token a row without decoding it: its tokens; logprobs, if
 there are any; finish reasons; the rows that end; where the tokens start; where the known rows'
 prompt tokens end; columns before the tail that are not needed."""
@@ -313,7 +314,8 @@ def _find_single(data: bytes, shape: Shape, known: KnownRows, cut: Span) -> _Sin
             return None
         cut = first, ids + len(column), 2
     prompts = header + known.prompts
-    reasons, finished = shape.reasons, _NONE
+    reasons = shape.reasons
+    finished: Sequence[int] = ()
     if data.startswith(shape.running, end):
         end += len(shape.running)
     else:
