@@ -14,7 +14,7 @@ from tszmq.core.ids import WireIds
 from tszmq.core.policy import Policy
 from tszmq.core.request import Group, Request
 from tszmq.types import EngineInfo, EngineLoad
-from tszmq.wire.base import RUNNING, Counts, EngineBatch, OneEach
+from tszmq.wire.base import Counts, EngineBatch, OneEach
 
 NONCE = "0123456789abcdef"
 
@@ -68,13 +68,11 @@ class Place:
 
     def batch(self, *rows: tuple[Any, ...], **columns: Any) -> EngineBatch:
         """Rows of (request or id, new tokens[, finish reason]); engine 0 unless said."""
-        reasons = [row[2] if len(row) > 2 else RUNNING for row in rows]
         return EngineBatch(
             engine_index=columns.pop("engine", 0),
             request_ids=[getattr(row[0], "wire_id", row[0]) for row in rows],
             token_ids=[row[1] for row in rows],
-            finish_reasons=reasons,
-            finished=[row for row, reason in enumerate(reasons) if reason != RUNNING],
+            finished={at: row[2] for at, row in enumerate(rows) if len(row) > 2 and row[2]},
             **columns,
         )
 

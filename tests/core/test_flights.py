@@ -373,7 +373,6 @@ def test_a_row_beyond_the_first_that_is_unknown_is_dropped_with_all_its_columns(
         ("gone", [5, 6, 7], "stop"),
         (b, [3]),
         completion_tokens=[2, 3, 1],
-        prompt_tokens=[3, 3, 3],
         cached_tokens=[1, 9, 2],
         logprobs=[[-0.5, -0.25], [-9.0] * 3, [-0.75]],
         details={1: RowDetail(stop_reason=9), 2: RowDetail(stop_reason=7)},
@@ -994,7 +993,7 @@ def apply_naively(expected: dict[str, Expected], batch: Any, now: float) -> None
             each.stop_reason = batch.details[i].stop_reason
     ends: dict[str, str] = {}
     for i, each in known:
-        reason = batch.finish_reasons[i]
+        reason = batch.finished.get(i)
         if reason:
             refused = reason == "abort" and not each.tokens
             each.cached = batch.cached_tokens[i]

@@ -188,9 +188,9 @@ def check_texts(column: bytes, rows: int) -> bool:
     except UnicodeDecodeError:
         read = None
     if read is not None:
-        texts, positions = read
-        assert texts == expected, column.hex()
-        assert positions == [at for at, text in enumerate(texts) if text]
+        assert list(read) == sorted(read)
+        assert [read.get(at, "") for at in range(rows)] == expected, column.hex()
+        assert all(read.values())
     return read is not None
 
 

@@ -35,7 +35,7 @@ def outcome(read: Callable[[bytes], EngineBatch], data: bytes) -> Any:
         "token_ids": batch.rows_of_tokens(),
         "logprobs": batch.rows_of_logprobs(),
         "completion_tokens": batch.rows_of_counts(),
-        "finished": list(batch.finished),
+        "finished": dict(batch.finished),
         "one_each": None,  # the quick way's alone
     }
     return repr(columns)
@@ -285,8 +285,8 @@ def test_what_is_repeated_is_taken_from_the_last_batch() -> None:
     for cached in (0, 3):
         decoder = TokenSpeedDecoder()
         batches = [decoder.decode([pack(many(step, cached=[cached] * 130))]) for step in range(8)]
-        assert batches[7].prompt_tokens is batches[6].prompt_tokens
-        assert batches[1].prompt_tokens is batches[0].prompt_tokens
+        assert batches[7].request_ids is batches[6].request_ids
+        assert batches[1].request_ids is batches[0].request_ids
         tokens = [batch.rows_of_tokens()[0] for batch in batches]
         assert tokens == [[step] for step in range(8)]
 

@@ -42,11 +42,9 @@ def test_captured_batches_are_read(vector: dict[str, Any]) -> None:
         engine_index=fields["engine_index"] if elements >= 10 else None,
         request_ids=fields["rids"],
         token_ids=fields["output_ids"],
-        finish_reasons=fields["finished_reasons"],
-        finished=[row for row, reason in enumerate(fields["finished_reasons"]) if reason],
+        finished={at: why for at, why in enumerate(fields["finished_reasons"]) if why},
         num_tokens=sum(map(len, fields["output_ids"])),
         completion_tokens=fields["completion_tokens"],
-        prompt_tokens=fields["prompt_tokens"],
         cached_tokens=fields["cached_tokens"],
         logprobs=logprobs if any(logprobs) else None,
         load=load_of(fields) if elements >= 14 else None,
@@ -61,7 +59,7 @@ def columns_of(batch: EngineBatch) -> dict[str, Any]:
         "token_ids": batch.rows_of_tokens(),
         "logprobs": batch.rows_of_logprobs(),
         "completion_tokens": batch.rows_of_counts(),
-        "finished": list(batch.finished),
+        "finished": dict(batch.finished),
         "one_each": None,
     }
 
@@ -118,7 +116,7 @@ def test_the_valid_batch_is_read(rows: int) -> None:
     read = decode(pack(batch(rows)))
     assert read.request_ids == [f"r{row}" for row in range(rows)]
     assert read.load == EngineLoad(4, 1, 0.75, 4)
-    assert list(read.finished) == []
+    assert not read.finished
     assert read.logprobs is None
     assert read.details is None
 
@@ -168,9 +166,12 @@ def test_more_waiting_than_running_counts_the_waiting(rows: int) -> None:
     assert load.num_requests == 7
 
 
-def test_finished_rows_are_counted(rows: int) -> None:
+def test_finished_rows_are_told_with_their_reasons(rows: int) -> None:
     reasons = ["stop", "a word of tomorrow", *[""] * (rows - 2)]
-    assert len(decode(pack(batch(rows, reasons=reasons))).finished) == 2
+    assert decode(pack(batch(rows, reasons=reasons))).finished == {
+        0: "stop",
+        1: "a word of tomorrow",
+    }
 
 
 def test_a_row_may_have_no_tokens(rows: int) -> None:
@@ -207,7 +208,7 @@ def test_counts_that_contain_the_bytes_of_a_bool(rows: int, value: int) -> None:
         pack(batch(rows, tokens=[[value]] * rows, prompt=column, completion=column, cached=column))
     )
     assert read.rows_of_tokens() == [[value]] * rows
-    assert (read.prompt_tokens, read.rows_of_counts(), read.cached_tokens) == (column,) * 3
+    assert (read.rows_of_counts(), read.cached_tokens) == (column,) * 2
 
 
 def test_ids_may_hold_any_text(rows: int) -> None:

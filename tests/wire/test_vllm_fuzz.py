@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.wire.vllm_vectors import frames, vectors
 from tszmq.codec import unpack
 from tszmq.errors import DecodeError
-from tszmq.wire.base import RUNNING, EngineBatch
+from tszmq.wire.base import EngineBatch
 from tszmq.wire.vllm import Vllm, logprobs, outputs
 
 SEEDS = [frames(vector) for vector in vectors("EngineCoreOutputs")]
@@ -38,14 +38,13 @@ def decode(message: list[bytes]) -> EngineBatch | None:
 
 def check(batch: EngineBatch) -> None:
     rows = len(batch.request_ids)
-    assert len(batch.token_ids) == len(batch.finish_reasons) == rows
+    assert len(batch.token_ids) == rows
     assert all(type(request_id) is str for request_id in batch.request_ids)
     for tokens in batch.token_ids:
         assert type(tokens) is list
         assert all(type(token) is int for token in tokens)
-    assert list(batch.finished) == [
-        row for row, reason in enumerate(batch.finish_reasons) if reason != RUNNING
-    ]
+    assert list(batch.finished) == sorted(batch.finished)
+    assert all(0 <= row < rows and reason for row, reason in batch.finished.items())
     if batch.logprobs is not None:
         assert len(batch.logprobs) == rows
         for tokens, values in zip(batch.token_ids, batch.logprobs, strict=True):

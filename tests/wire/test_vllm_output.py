@@ -90,17 +90,18 @@ def test_captured_steps_are_read(vector: dict[str, Any]) -> None:
     assert batch.request_ids[: len(ids)] == ids
     assert sorted(batch.request_ids[len(ids) :]) == without_row
     assert batch.token_ids == [row["new_token_ids"] for row in rows] + [[]] * len(without_row)
-    assert batch.finish_reasons == [
-        "" if row["finish_reason"] is None else REASONS[row["finish_reason"]] for row in rows
-    ] + ["abort"] * len(without_row)
-    assert len(batch.finished) == len(ended) + len(without_row)
+    reasons = [row["finish_reason"] for row in rows]
+    assert batch.finished == {
+        **{at: REASONS[why] for at, why in enumerate(reasons) if why is not None},
+        **dict.fromkeys(range(len(rows), len(rows) + len(without_row)), "abort"),
+    }
     assert batch.logprobs == expected_logprobs(rows)
     assert batch.load == expected_load(fields["scheduler_stats"])
     details = dict(enumerate(map(expected_detail, rows)))
     assert {at: detail(value) for at, value in (batch.details or {}).items()} == {
         at: value for at, value in details.items() if value != NO_DETAIL
     }
-    assert (batch.completion_tokens, batch.prompt_tokens, batch.cached_tokens) == (None,) * 3
+    assert (batch.completion_tokens, batch.cached_tokens) == (None, None)
     assert list(batch.signals) == [
         kind(fields[name])
         for name, kind in (("wave_complete", WaveComplete), ("start_wave", StartWave))
@@ -178,7 +179,7 @@ def test_the_usual_message() -> None:
     batch = decode(message(row("a", (1,)), row("b", (2, 3)), row("c", ())))
     assert (batch.engine_index, batch.request_ids) == (1, ["a", "b", "c"])
     assert batch.token_ids == [[1], [2, 3], []]
-    assert (batch.finish_reasons, list(batch.finished)) == (["", "", ""], [])
+    assert not batch.finished
     assert (batch.logprobs, batch.load, batch.details, batch.signals) == (None, None, None, ())
 
 
@@ -198,7 +199,7 @@ def test_outputs_of_other_releases(elements: int) -> None:
     short = row("short", (7,), finish_reason=1)[:elements]
     batch = decode(message(row(), short, [*row("long"), "later", None]))
     assert batch.request_ids == ["r0", "short", "long"]
-    assert batch.finish_reasons == ["", "length" if elements >= 6 else "", ""]
+    assert batch.finished == ({1: "length"} if elements >= 6 else {})
 
 
 def test_an_empty_message_is_not_read() -> None:
@@ -210,7 +211,7 @@ def test_an_empty_message_is_not_read() -> None:
 @pytest.mark.parametrize("code", [5, 99, -1, 2**40])
 def test_unknown_ends_are_ends(code: int) -> None:
     batch = decode(message(row(finish_reason=code)))
-    assert (batch.finish_reasons, list(batch.finished)) == ([f"unknown({code})"], [0])
+    assert batch.finished == {0: f"unknown({code})"}
 
 
 def test_pickles_are_not_read_and_do_no_harm() -> None:
@@ -340,7 +341,7 @@ def test_arrays_in_frames_of_their_own() -> None:
 
 def test_finished_requests_with_their_rows_are_not_ended_twice() -> None:
     batch = decode(message(row(finish_reason=0), finished_requests=["r0"]))
-    assert (batch.request_ids, batch.finish_reasons) == (["r0"], ["stop"])
+    assert (batch.request_ids, batch.finished) == (["r0"], {0: "stop"})
 
 
 def test_finished_requests_without_a_row_are_aborted() -> None:
@@ -349,9 +350,8 @@ def test_finished_requests_without_a_row_are_aborted() -> None:
     batch = decode(message(scored, ended, finished_requests=["x", "b", "x", "a"]))
     assert batch.request_ids == ["a", "b", "x", "a"]
     assert batch.token_ids == [[1], [], [], []]
-    assert batch.finish_reasons == ["", "error", "abort", "abort"]
+    assert batch.finished == {1: "error", 2: "abort", 3: "abort"}
     assert batch.logprobs == [[-0.5], [], [], []]
-    assert len(batch.finished) == 3
 
 
 # -- what is wrong ------------------------------------------------------------------------

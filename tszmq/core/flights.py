@@ -357,10 +357,9 @@ class Flights:
     def _ends(rows: Rows, batch: EngineBatch) -> dict[int, End]:
         """Row number to how that row's request ended."""
         ends: dict[int, End] = {}
-        reasons = batch.finish_reasons
-        for position in batch.finished:
+        for position, reason in batch.finished.items():
             row = rows.requests[position]
-            ends[position] = ending(row, reasons[position])
+            ends[position] = ending(row, reason)
             if batch.cached_tokens is not None:
                 row.cached_tokens = batch.cached_tokens[position]
         return ends

@@ -26,7 +26,7 @@ from tszmq.core.request import Request, Wakeable
 from tszmq.core.steps import Steps
 from tszmq.errors import DecodeError
 from tszmq.removal import remove_rows
-from tszmq.wire.base import RUNNING, EngineBatch
+from tszmq.wire.base import EngineBatch
 
 __all__ = ["Applied", "Rows", "most_likely", "only_rows"]
 
@@ -376,16 +376,14 @@ def only_rows(batch: EngineBatch, keep: list[int]) -> EngineBatch:
         return None if column is None else pick(column)
 
     details = batch.details
-    reasons = pick(batch.finish_reasons)
+    ends = batch.finished
     return attrs.evolve(
         batch,
         request_ids=pick(batch.request_ids),
         token_ids=pick(batch.rows_of_tokens()),
-        finish_reasons=reasons,
-        finished=[at for at, reason in enumerate(reasons) if reason != RUNNING],
+        finished={at: ends[i] for at, i in enumerate(keep) if i in ends},
         num_tokens=None,
         completion_tokens=pick_optional(batch.rows_of_counts()),
-        prompt_tokens=pick_optional(batch.prompt_tokens),
         cached_tokens=pick_optional(batch.cached_tokens),
         logprobs=pick_optional(batch.rows_of_logprobs()),
         one_each=None,

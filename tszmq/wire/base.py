@@ -10,6 +10,7 @@ import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import attrs
@@ -19,8 +20,8 @@ from tszmq.types import EngineInfo, EngineLoad, SamplingParams
 ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
 """One raw frame, not msgpack: the sender is going down. Both engines use the same bytes."""
 
-RUNNING = ""
-"""The finish reason of a row whose request goes on."""
+NONE_ENDS: Mapping[int, str] = MappingProxyType({})
+"""Of a batch all requests of which go on."""
 
 
 @attrs.define(eq=False, slots=True)
@@ -137,12 +138,12 @@ class EngineBatch:
         engine_index: The engine the message names, or None where its sender names none.
         request_ids: Wire ids, one a row.
         token_ids: New token ids, one list a row; empty where ``one_each`` has them.
-        finish_reasons: ``RUNNING`` or why the request ended, one a row.
-        finished: The rows that end their request, in order.
+        finished: Row number to why its request ended, in order; the others go on.
         num_tokens: New tokens of all rows together; None where a decoder has not counted them.
         completion_tokens: Tokens generated so far, one a row; None where the wire has none, or
             ``one_each`` has them.
-        prompt_tokens, cached_tokens: One a row, or None where the wire has none.
+        cached_tokens: Prompt tokens that needed no computing, one a row, or None where the wire has
+            none.
         logprobs: A list of floats a row (empty or as long as its ``token_ids``), or None when
             no row has any, or ``one_each`` has them.
         one_each: Where every row has one new token, they, their logprobs and counts in a form that
@@ -156,11 +157,9 @@ class EngineBatch:
     engine_index: int | None
     request_ids: list[str]
     token_ids: list[list[int]]
-    finish_reasons: list[str]
-    finished: Sequence[int] = ()
+    finished: Mapping[int, str] = NONE_ENDS
     num_tokens: int | None = None
     completion_tokens: list[int] | None = None
-    prompt_tokens: list[int] | None = None
     cached_tokens: list[int] | None = None
     logprobs: list[list[float]] | None = None
     one_each: OneEach | None = None

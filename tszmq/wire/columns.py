@@ -168,8 +168,8 @@ def _widen_tiny(table: bytes, rows: int, form: _Form) -> bytes:
     return form.tiny.join(parts)
 
 
-def rare_texts(column: bytes, rows: int) -> tuple[list[str], list[int]] | None:
-    """The strings of a column, most of which are empty, and where those stand that are not.
+def rare_texts(column: bytes, rows: int) -> dict[int, str] | None:
+    """The strings of a column that are not empty, by row; most are.
 
     Args:
         column: Without its header.
@@ -178,7 +178,7 @@ def rare_texts(column: bytes, rows: int) -> tuple[list[str], list[int]] | None:
     Returns:
         None when the column is something else, or holds a string of more than 31 bytes.
     """
-    texts, positions = [""] * rows, []
+    texts: dict[int, str] = {}
     at = row = 0
     found = _NOT_EMPTY.search(column)
     while found:
@@ -188,10 +188,9 @@ def rare_texts(column: bytes, rows: int) -> tuple[list[str], list[int]] | None:
         if not start < end - 1 <= start + _LONGEST_TEXT or row >= rows:
             return None
         texts[row] = column[start + 1 : end].decode()
-        positions.append(row)
         at, row = end, row + 1
         found = _NOT_EMPTY.search(column, at)
-    return (texts, positions) if row + len(column) - at == rows else None
+    return texts if row + len(column) - at == rows else None
 
 
 def single_floats(column: bytes, rows: int) -> array[float] | None:

@@ -8,16 +8,16 @@ errors included.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from itertools import chain, compress, count
+from itertools import chain
 from operator import countOf
 from typing import Any, TypeAlias
 
 from tszmq.codec import HOLE, PLACEHOLDER, pack, unpack_pieces
 from tszmq.errors import DecodeError
 from tszmq.types import EngineLoad
-from tszmq.wire.base import Counts, EngineBatch, OneEach
+from tszmq.wire.base import NONE_ENDS, Counts, EngineBatch, OneEach
 from tszmq.wire.columns import FLOAT_ROW, rare_texts, single_floats, single_ints
 from tszmq.wire.tokenspeed_known import (
     CUT_ZEROS,
@@ -45,17 +45,16 @@ _PLACEHOLDERS = [[PLACEHOLDER] * columns for columns in range(7)]
 _MOST_KNOWN = 64  # engines are remembered
 _MOST_BYTES = 1 << 18  # of their ids: bounds what a broken one can make us keep
 _COLUMNS = 7  # after the ids
+_PROMPTS = 4  # the element that has the prompt tokens
 _COUNTS_AND_ON = 4  # of them: those after the prompt tokens
 # What the steps below raise on a message that is not the usual one.
 _UNUSUAL = (DecodeError, TypeError, ValueError, OverflowError, AttributeError)
 
 
-_Single: TypeAlias = (
-    "tuple[array[int], array[float] | None, list[str], Sequence[int], int, int, Span]"
-)
+_Single: TypeAlias = "tuple[array[int], array[float] | None, Mapping[int, str], int, int, Span]"
 """What is known of a batch of one token a row without decoding it: its tokens; logprobs, if
-there are any; finish reasons; the rows that end; where the tokens start; where the known rows'
-prompt tokens end; columns before the tail that are not needed."""
+there are any; the rows that end; where the tokens start; where the known rows' prompt tokens end;
+columns before the tail that are not needed."""
 
 
 class TokenSpeedDecoder:
@@ -130,7 +129,7 @@ class TokenSpeedDecoder:
         if len(step.tokens) < LARGE:
             ids = pack(batch.request_ids)
             shape = Shape.of(ids[:1])
-            ids, prompts = ids[1:], pack(batch.prompt_tokens)[1:]
+            ids, prompts = ids[1:], pack(unpack_pieces((data,))[_PROMPTS])[1:]
         else:
             known = self._known.get(data[_IDS:_KEY_END])
             if known is None or known.rids is not batch.request_ids:
@@ -164,22 +163,27 @@ class TokenSpeedDecoder:
         cut = shape.cut(data)
         single = known and _find_single(data, shape, known, cut)
         if known and single:
-            batch = self._read_single(data, shape, known, single)
+            values, joined = _unpack_single(data, shape, known, single)
+            batch = self._read_single(data, shape, values, joined, single)
         else:
             values = _unpack_large(data, shape, known, cut)
             start = _IDS + len(known.ids if known else "".join(values[1]))
             headers = shape.header[1:] * _COLUMNS
             batch = self._read_rows(values, not cut[2], data[start:], headers, shape.zeros)
         if batch is not None:
-            self._remember(known, batch)
+            self._remember(known, batch, values[_PROMPTS])
         return batch
 
     def _read_single(
-        self, data: bytes, shape: Shape, known: KnownRows, single: _Single
+        self,
+        data: bytes,
+        shape: Shape,
+        values: list[Any],
+        joined: list[int],
+        single: _Single,
     ) -> EngineBatch | None:
         """One that starts with known rows, and has one token in each, with a logprob or not."""
-        tokens, logprobs, _, finished, _, prompts_end, (stop, tail, left_out) = single
-        values, joined = _unpack_single(data, shape, known, single)
+        tokens, logprobs, finished, _, prompts_end, (stop, tail, left_out) = single
         cached = values[6]
         unseen = [joined, values[9:]] if cached is shape.zeros else [joined, cached, values[9:]]
         counts, others = _numbers(values[5], unseen)
@@ -207,7 +211,9 @@ class TokenSpeedDecoder:
             zeros: Cached tokens that need no checking.
         """
         tokens, logprobs, logprob_ids = values[2], values[7], values[8]
-        if type(tokens) is not list or len(tokens) != len(values[1]):
+        if type(tokens) is not list or type(values[3]) is not list:
+            return None
+        if not len(tokens) == len(values[1]) == len(values[3]) == len(values[_PROMPTS]):
             return None
         # Ints in [0, 2**32), or bools: fromlist takes no other items, in no other row than a list.
         new = array("I")
@@ -221,9 +227,9 @@ class TokenSpeedDecoder:
             _require_ints(chain(*tokens, *logprob_ids, *values[4:7], values[9:]))
         elif hides_a_bool(rest, headers, new, counts, others):
             return None
-        reasons, finished = values[3], []
+        reasons, finished = values[3], NONE_ENDS
         if "".join(reasons):  # which proves str
-            finished = list(compress(count(), reasons))
+            finished = {row: reason for row, reason in enumerate(reasons) if reason}
         if len(new) == len(tokens) > 0 and all(tokens):
             step = OneEach(new, floats, Counts.of(completion, counts))
             return self._batch(values, step, len(new), finished)
@@ -238,14 +244,13 @@ class TokenSpeedDecoder:
         values: list[Any],
         one_each: OneEach | None,
         num_tokens: int,
-        finished: Sequence[int],
+        finished: Mapping[int, str],
     ) -> EngineBatch | None:
         """The batch that the values are, the items of which have been seen."""
-        _, rids, _, reasons, prompt, completion, cached, _, _, *tail = values
-        rows = len(rids)
-        if not type(rids) is type(reasons) is list or tail[0] > MAX_ENGINE_INDEX:
+        _, rids, _, _, _, completion, cached, _, _, *tail = values
+        if type(rids) is not list or tail[0] > MAX_ENGINE_INDEX:
             return None
-        if not len(reasons) == len(prompt) == len(completion) == len(cached) == rows:
+        if not len(rids) == len(completion) == len(cached):
             return None
         if tail != self._tail:
             self._tail, self._load = tail, engine_load(*tail[1:])
@@ -253,20 +258,18 @@ class TokenSpeedDecoder:
             tail[0],
             rids,
             [],
-            reasons,
             finished,
             num_tokens,
             None if one_each else completion,
-            prompt,
             cached,
             None,
             one_each,
             self._load,
         )
 
-    def _remember(self, known: KnownRows | None, batch: EngineBatch) -> None:
+    def _remember(self, known: KnownRows | None, batch: EngineBatch, prompt: list[int]) -> None:
         """The rows that the next batch is likely to start with: those of this one that go on."""
-        rids, prompt = batch.request_ids, batch.prompt_tokens or []
+        rids = batch.request_ids
         if known is None:
             if len(rids) < LARGE:
                 return
@@ -280,7 +283,7 @@ class TokenSpeedDecoder:
             known.note_prompt(prompt)
         if batch.finished or len(known.ids) > _MOST_BYTES:
             self._known.pop(known.ids[:_KEY], None)
-            if len(known.ids) <= _MOST_BYTES and known.drop(batch.finished):
+            if len(known.ids) <= _MOST_BYTES and known.drop(list(batch.finished)):
                 self._known[known.ids[:_KEY]] = known
 
 
@@ -314,19 +317,18 @@ def _find_single(data: bytes, shape: Shape, known: KnownRows, cut: Span) -> _Sin
             return None
         cut = first, ids + len(column), 2
     prompts = header + known.prompts
-    reasons = shape.reasons
-    finished: Sequence[int] = ()
+    finished = NONE_ENDS
     if data.startswith(shape.running, end):
         end += len(shape.running)
     else:
         first, end = end + HEADER, data.find(prompts, end + HEADER + rows)
-        texts = rare_texts(data[first:end], rows)
-        if texts is None:
+        ends = rare_texts(data[first:end], rows)
+        if ends is None:
             return None
-        reasons, finished = texts
+        finished = ends
     if not data.startswith(prompts, end):
         return None
-    return tokens, logprobs, reasons, finished, start, end + len(prompts), cut
+    return tokens, logprobs, finished, start, end + len(prompts), cut
 
 
 def _unpack_single(
@@ -336,12 +338,12 @@ def _unpack_single(
     what is known, are not decoded again.
 
     Returns:
-        The values, but for the tokens; and the prompt tokens of rows that are new.
+        The values, but for tokens and finish reasons; and the prompt tokens of rows that are new.
 
     Raises:
         DecodeError: As ``_unpack_large``.
     """
-    _, _, reasons, _, start, prompts_end, (stop, tail, holes) = single
+    _, _, _, start, prompts_end, (stop, tail, holes) = single
     joined, ids = shape.rows - len(known.rids), _IDS + len(known.ids)
     values: list[Any] = unpack_pieces(
         (
@@ -363,7 +365,7 @@ def _unpack_single(
     values[1 : at + 3 + joined] = [
         known.rids + new_rids if joined else known.rids,
         None,
-        reasons,
+        None,
         known.prompt + new_prompt if joined else known.prompt,
     ]
     "".join(new_rids)  # proves str

@@ -9,7 +9,7 @@ import attrs
 
 from tszmq.codec import pack
 from tszmq.removal import remove_rows, without_rows
-from tszmq.wire.base import RUNNING
+from tszmq.wire.tokenspeed_output import RUNNING
 
 __all__ = [
     "CUT_ZEROS",
@@ -42,7 +42,6 @@ class Shape:
         header: Of each column.
         rows: How many it has.
         running: The finish reasons, when no request ends.
-        reasons: The same as values, for everybody to read.
         empty: Both logprob columns, when nobody asked for logprobs.
         zeros_and_empty: The cached tokens before them, when nothing was cached; and these.
         zeros: Those cached tokens, for everybody to read.
@@ -52,7 +51,6 @@ class Shape:
     header: bytes
     rows: int
     running: bytes
-    reasons: list[str]
     empty: bytes
     zeros_and_empty: bytes
     zeros: list[int]
@@ -65,7 +63,7 @@ class Shape:
         empty = (header + b"\x90" * rows) * 2
         running = header + pack(RUNNING) * rows
         zeros_and_empty = header + bytes(rows) + empty
-        return cls(header, rows, running, [RUNNING] * rows, empty, zeros_and_empty, [0] * rows)
+        return cls(header, rows, running, empty, zeros_and_empty, [0] * rows)
 
     def cut(self, data: bytes) -> Span:
         """The last columns before a message's tail, as far as they hold nothing."""
@@ -159,9 +157,9 @@ class KnownRows:
         if not size or len(self.rids) - len(ended) < LARGE:
             return False
         self.ids = without_rows(self.ids, size, ended)
-        rids, prompt = list(self.rids), list(self.prompt)  # batches have the others
+        rids = list(self.rids)  # batches have the other
         remove_rows(rids, ended)
-        remove_rows(prompt, ended)
         self.rids = rids
-        self.note_prompt(prompt)
+        remove_rows(self.prompt, ended)
+        self._prompts = b""
         return True

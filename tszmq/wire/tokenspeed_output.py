@@ -19,11 +19,12 @@ from typing import Any
 from tszmq.codec import preview, unpack
 from tszmq.errors import DecodeError
 from tszmq.types import EngineLoad
-from tszmq.wire.base import RUNNING, EngineBatch
+from tszmq.wire.base import EngineBatch
 
 __all__ = ["MAX_ENGINE_INDEX", "TAG", "engine_load", "read_batch"]
 
 TAG = "BatchTokenIDOutSlim"
+RUNNING = ""  # the finish reason of a row whose request goes on
 _COLUMNS = (
     "rids",
     "output_ids",
@@ -72,11 +73,9 @@ def read_batch(data: bytes) -> EngineBatch:
         engine_index=_engine_index(values),
         request_ids=rids,
         token_ids=tokens,
-        finish_reasons=reasons,
-        finished=[row for row, reason in enumerate(reasons) if reason != RUNNING],
+        finished={row: reason for row, reason in enumerate(reasons) if reason != RUNNING},
         num_tokens=len(new_tokens),
         completion_tokens=completion,
-        prompt_tokens=prompt,
         cached_tokens=cached,
         logprobs=_logprobs(logprobs, logprob_ids, tokens),
         load=_load(values),

@@ -17,7 +17,6 @@ from tszmq.codec import preview, unpack
 from tszmq.errors import DecodeError
 from tszmq.types import EngineLoad
 from tszmq.wire.base import (
-    RUNNING,
     EngineBatch,
     StartWave,
     UtilityResult,
@@ -71,7 +70,7 @@ class VllmDecoder:
             raise DecodeError(
                 f"engine_index must be an int in [0, {MAX_ENGINE_INDEX}], got {described(index)}"
             )
-        batch = _read_rows(index, outputs, frames) if outputs else EngineBatch(index, [], [], [])
+        batch = _read_rows(index, outputs, frames) if outputs else EngineBatch(index, [], [])
         if finished is not None:
             _add_finished(batch, finished)
         if stats is not None:
@@ -98,7 +97,7 @@ def _read_rows(index: int, outputs: list[Any], frames: Sequence[bytes]) -> Engin
         return _read_odd_rows(index, outputs, frames)
     if kinds != {list} or not item_kinds <= {int}:
         return _read_odd_rows(index, outputs, frames)
-    batch = EngineBatch(index, ids, tokens, [RUNNING] * len(ids))
+    batch = EngineBatch(index, ids, tokens)
     if rare.count(_NOTHING_RARE) != len(ids):
         rows = [row for row, values in enumerate(rare) if values != _NOTHING_RARE]
         columns = zip(*(rare[row] for row in rows), strict=True)
@@ -142,19 +141,15 @@ def _add_finished(batch: EngineBatch, finished: object) -> None:
     """
     if type(finished) is not list or not set(map(type, finished)) <= {str}:
         raise DecodeError(f"finished_requests must be an array of texts, got {described(finished)}")
-    ended = {
-        request_id
-        for request_id, reason in zip(batch.request_ids, batch.finish_reasons, strict=True)
-        if reason
-    }
+    ended = {batch.request_ids[row] for row in batch.finished}
     missing = [request_id for request_id in dict.fromkeys(finished) if request_id not in ended]
     if not missing:
         return
     first = len(batch.request_ids)
     batch.request_ids += missing
     batch.token_ids += [[] for _ in missing]
-    batch.finish_reasons += ["abort"] * len(missing)
-    batch.finished = [*batch.finished, *range(first, first + len(missing))]
+    aborted = range(first, first + len(missing))
+    batch.finished = {**batch.finished, **dict.fromkeys(aborted, "abort")}
     if batch.logprobs is not None:
         batch.logprobs += [[] for _ in missing]
 

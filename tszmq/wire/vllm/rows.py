@@ -46,9 +46,7 @@ def read_rare(
         _read_logprobs(batch, details, logprobs, arrays)
     for row, value in prompt_logprobs:
         details[row].prompt_logprobs = read_prompt_logprobs(value, arrays)
-    for row, value in finishes:
-        batch.finish_reasons[row] = _finish_reason(value)
-    batch.finished = [row for row, _ in finishes]
+    batch.finished = {row: _finish_reason(value) for row, value in finishes}
     for row, value in stops:
         details[row].stop_reason = _stop_reason(value)
     for row, value in prefills:
