@@ -203,7 +203,10 @@ class _Checked(Mutex[T]):
         held: list[_Held] = []
         others: list[_Held] = []
         for entry in _this_thread.held:
-            (held if entry.lock._is_owned() else others).append(entry)
+            if entry.lock._is_owned():
+                held.append(entry)
+            elif entry.borrow() is not None:  # else its block has ended
+                others.append(entry)
         self._check_order(held, where)
         borrow = _Borrow(self._value, self)
         entry = _Held(self, where, frame, borrow)

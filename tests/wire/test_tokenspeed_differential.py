@@ -47,7 +47,7 @@ def check_one_each(batch: EngineBatch) -> None:
     if step is None:
         return
     assert (batch.token_ids, batch.logprobs, batch.completion_tokens) == ([], None, None)
-    assert len(step.tokens) == len(batch.request_ids) == batch.num_tokens
+    assert len(step.tokens) == len(batch.request_ids) == batch.num_tokens()
     packed = array("I", step.completion_tokens()).tobytes()
     assert step.number() == int.from_bytes(packed, sys.byteorder)
     if step.logprobs is not None:

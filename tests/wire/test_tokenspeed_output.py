@@ -43,7 +43,6 @@ def test_captured_batches_are_read(vector: dict[str, Any]) -> None:
         request_ids=fields["rids"],
         token_ids=fields["output_ids"],
         finished={at: why for at, why in enumerate(fields["finished_reasons"]) if why},
-        num_tokens=sum(map(len, fields["output_ids"])),
         completion_tokens=fields["completion_tokens"],
         cached_tokens=fields["cached_tokens"],
         logprobs=logprobs if any(logprobs) else None,

@@ -388,10 +388,7 @@ class Flights:
         load = batch.load if source == batch.engine_index else None
         finished = [rows.requests[position] for position in ended]
         if len(rows.sources) == 1:
-            generated = batch.num_tokens
-            if generated is None:
-                generated = sum(map(len, batch.rows_of_tokens()))
-            self._commit_to(source, load, started, generated, finished)
+            self._commit_to(source, load, started, batch.num_tokens(), finished)
         else:  # a broken sender: every engine's figures stay its own
             for index in rows.sources:
                 mine = [i for i, row in enumerate(rows.requests) if row.engine_index == index]

@@ -382,7 +382,6 @@ def only_rows(batch: EngineBatch, keep: list[int]) -> EngineBatch:
         request_ids=pick(batch.request_ids),
         token_ids=pick(batch.rows_of_tokens()),
         finished={at: ends[i] for at, i in enumerate(keep) if i in ends},
-        num_tokens=None,
         completion_tokens=pick_optional(batch.rows_of_counts()),
         cached_tokens=pick_optional(batch.cached_tokens),
         logprobs=pick_optional(batch.rows_of_logprobs()),

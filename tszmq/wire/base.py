@@ -139,7 +139,6 @@ class EngineBatch:
         request_ids: Wire ids, one a row.
         token_ids: New token ids, one list a row; empty where ``one_each`` has them.
         finished: Row number to why its request ended, in order; the others go on.
-        num_tokens: New tokens of all rows together; None where a decoder has not counted them.
         completion_tokens: Tokens generated so far, one a row; None where the wire has none, or
             ``one_each`` has them.
         cached_tokens: Prompt tokens that needed no computing, one a row, or None where the wire has
@@ -158,7 +157,6 @@ class EngineBatch:
     request_ids: list[str]
     token_ids: list[list[int]]
     finished: Mapping[int, str] = NONE_ENDS
-    num_tokens: int | None = None
     completion_tokens: list[int] | None = None
     cached_tokens: list[int] | None = None
     logprobs: list[list[float]] | None = None
@@ -166,6 +164,11 @@ class EngineBatch:
     load: EngineLoad | None = None
     details: Mapping[int, RowDetail] | None = None
     signals: Sequence[WaveComplete | StartWave | UtilityResult] = ()
+
+    def num_tokens(self) -> int:
+        """New tokens of all rows together."""
+        step = self.one_each
+        return sum(map(len, self.token_ids)) if step is None else len(step.tokens)
 
     def tokens_in(self, row: int) -> int:
         """How many new tokens a row has."""

@@ -191,7 +191,7 @@ class TokenSpeedDecoder:
         if hides_a_bool(data[prompts_end:stop] + data[tail:], headers, counts, others):
             return None
         step = OneEach(tokens, logprobs, Counts.of(values[5], counts))
-        return self._batch(values, step, shape.rows, finished)
+        return self._batch(values, step, finished)
 
     def _read_rows(
         self,
@@ -232,8 +232,8 @@ class TokenSpeedDecoder:
             finished = {row: reason for row, reason in enumerate(reasons) if reason}
         if len(new) == len(tokens) > 0 and all(tokens):
             step = OneEach(new, floats, Counts.of(completion, counts))
-            return self._batch(values, step, len(new), finished)
-        batch = self._batch(values, None, len(new), finished)
+            return self._batch(values, step, finished)
+        batch = self._batch(values, None, finished)
         if batch is not None:
             batch.token_ids = tokens
             batch.logprobs = logprobs if floats else None  # where rows have tokens
@@ -243,7 +243,6 @@ class TokenSpeedDecoder:
         self,
         values: list[Any],
         one_each: OneEach | None,
-        num_tokens: int,
         finished: Mapping[int, str],
     ) -> EngineBatch | None:
         """The batch that the values are, the items of which have been seen."""
@@ -259,7 +258,6 @@ class TokenSpeedDecoder:
             rids,
             [],
             finished,
-            num_tokens,
             None if one_each else completion,
             cached,
             None,

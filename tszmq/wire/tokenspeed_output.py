@@ -63,8 +63,7 @@ def read_batch(data: bytes) -> EngineBatch:
     rids, tokens, reasons, prompt, completion, cached, logprobs, logprob_ids = columns
     _require_type(str, rids, "rids")
     _require_type(list, tokens, "output_ids")
-    new_tokens = _joined(tokens)
-    _require_counts(new_tokens, "output_ids")
+    _require_counts(_joined(tokens), "output_ids")
     _require_type(str, reasons, "finished_reasons")
     _require_counts(prompt, "prompt_tokens")
     _require_counts(completion, "completion_tokens")
@@ -74,7 +73,6 @@ def read_batch(data: bytes) -> EngineBatch:
         request_ids=rids,
         token_ids=tokens,
         finished={row: reason for row, reason in enumerate(reasons) if reason != RUNNING},
-        num_tokens=len(new_tokens),
         completion_tokens=completion,
         cached_tokens=cached,
         logprobs=_logprobs(logprobs, logprob_ids, tokens),

@@ -144,7 +144,6 @@ class Repeat:
             batch.request_ids,
             [],
             batch.finished,
-            self._rows,
             None,
             batch.cached_tokens,
             None,
