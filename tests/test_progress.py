@@ -22,11 +22,13 @@ class HungUp(io.StringIO):
 def test_a_line_that_ends(monkeypatch) -> None:
     """Written over, not at every call, and the last says all."""
     monkeypatch.setattr(sys, "stderr", stderr := io.StringIO())
-    show = meter(True)
-    assert show is not None
+    line = meter(True)
+    assert line is not None
     for done in range(100):
-        show(done, 100, False)
-    show(100, 100, True)
+        if line.is_due(done, False):
+            line.show(done, 100, False)
+    assert line.is_due(99, True)
+    line.show(100, 100, True)
     lines = stderr.getvalue().split("\r")
     assert (lines[0], lines[1], lines[-1]) == ("", "0/100 done", "100/100 done\n")
     assert len(lines) < 50

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
@@ -141,6 +142,7 @@ class _Batch:
         self._told = False  # by some outcome
         self._pulled = 0
         self._done = 0
+        self._thread = threading.get_ident()  # the last that asked for an outcome
 
     # -- the loop
 
@@ -148,6 +150,7 @@ class _Batch:
         """(index, Completion or exception) as they end."""
         try:
             while True:
+                self._thread = threading.get_ident()
                 self._session.check_caller()
                 if self._is_late():
                     self._expire()
@@ -165,7 +168,8 @@ class _Batch:
                     self._expire()
                 self._collect()
         finally:
-            if not holds_a_lock():  # else the collector ends this inside a guarded block
+            # Else the collector ends this, wherever it runs.
+            if self._thread == threading.get_ident() and not holds_a_lock():
                 self._report(last=True)
 
     def _fill(self) -> None:
@@ -357,7 +361,8 @@ class _Batch:
 
     def _settle(self) -> Iterator[tuple[int, Any]]:
         """Hand out what has ended, or raise the first error."""
-        self._leave_queue()
+        if self._eager:
+            self._leave_queue()
         while self._settled:
             index, outcome = self._settled.popleft()
             self._told |= isinstance(outcome, DeadlineExceeded)
@@ -392,17 +397,21 @@ class _Batch:
             mailbox.post(Do(partial(give_up, self._session, self._ticket)))
 
     def _leave_queue(self) -> None:
-        """The caller's code runs next, for as long as it likes: hold up nobody's turn."""
+        """The caller's code runs next, for as long as it likes: hold up nobody's turn. Whoever
+        leaves goes to the end of the queue, and would never get a place if it did so for nothing.
+        """
         if self._queued:
             give_up(self._session, self._ticket)
             self._queued = False
             self._ticket.woken = False
 
     def _report(self, *, last: bool = False) -> None:
-        if self._meter is not None:
+        if self._meter is None:
+            return
+        done = self._done + len(self._settled) + len(self._group.finished)
+        if self._meter.is_due(done, last):
             self._leave_queue()
-            done = self._done + len(self._settled) + len(self._group.finished)
-            self._meter(done, self._total, last)
+            self._meter.show(done, self._total, last)
             if not last:
                 self._session.check_process()
 

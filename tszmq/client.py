@@ -64,7 +64,8 @@ class Client(BulkCalls, EngineCalls):
         silence_warning: Seconds after which it is logged. None: never.
         send_timeout: Seconds after which an engine that reads nothing of what is sent to it
             counts as dead.
-        max_message_bytes: What no frame of an engine may exceed.
+        max_message_bytes: What no message of an engine may exceed. One that does is dropped, and
+            what waits for output of that engine fails with ``DecodeError``.
         allow_remote: Bind tcp to other than loopback. The wire has no authentication.
         policy: How engines are chosen: ``LeastLoaded()``, the default, ``RoundRobin()``,
             ``RandomOfTwo()`` of ``tszmq.core.policy``, or one of the caller's.

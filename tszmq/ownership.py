@@ -91,8 +91,11 @@ def holds_a_lock() -> bool:
     """
     # A copy of a set is one step in C; tuple() would allocate between two of its own, and the
     # collector's callbacks would change the set under it.
-    guards = [ref() for ref in _guards.copy()]
-    return any(guard is not None and guard.owned() for guard in guards)
+    for ref in _guards.copy():
+        guard = ref()
+        if guard is not None and guard.owned():
+            return True
+    return False
 
 
 def _plain(value: T) -> Mutex[T]:

@@ -6,6 +6,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from tszmq.checks import shown
 
@@ -14,11 +15,19 @@ __all__ = ["PROGRESS_SECONDS", "Meter", "meter"]
 PROGRESS_SECONDS = 0.1
 """How often at most, while nothing else wakes the thread."""
 
-Meter = Callable[[int, "int | None", bool], None]
+
+class Meter(Protocol):
+    """What shows the progress."""
+
+    def is_due(self, done: int, last: bool) -> bool:
+        """Whether there is something new to show, and it is time to."""
+
+    def show(self, done: int, total: int | None, last: bool) -> None:
+        """Show it: how many are done, of how many, and whether that was the last."""
 
 
 def meter(progress: object) -> Meter | None:
-    """What shows the progress; told (done, total, whether that was the last)."""
+    """What shows the progress, as the caller wants it."""
     if progress is False or progress is None:
         return None
     if progress is True:
@@ -35,10 +44,12 @@ class _Callback:
         self._function = function
         self._shown = -1
 
-    def __call__(self, done: int, total: int | None, last: bool) -> None:
-        if done != self._shown:
-            self._shown = done
-            self._function(done, total)
+    def is_due(self, done: int, last: bool) -> bool:
+        return done != self._shown
+
+    def show(self, done: int, total: int | None, last: bool) -> None:
+        self._shown = done
+        self._function(done, total)
 
 
 class _Line:
@@ -49,12 +60,14 @@ class _Line:
 
     def __init__(self) -> None:
         self._next = 0.0
+        self._shown = -1
 
-    def __call__(self, done: int, total: int | None, last: bool) -> None:
-        now = time.monotonic()
-        if now < self._next and not last:
-            return
-        self._next = now + PROGRESS_SECONDS
+    def is_due(self, done: int, last: bool) -> bool:
+        return last or (done != self._shown and time.monotonic() >= self._next)
+
+    def show(self, done: int, total: int | None, last: bool) -> None:
+        self._shown = done
+        self._next = time.monotonic() + PROGRESS_SECONDS
         of = "" if total is None else f"/{total}"
         if sys.stderr is None:
             return

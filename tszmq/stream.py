@@ -100,7 +100,8 @@ class RequestStream:
         chunk = self._request.chunk(self._taken, finish_reason)
         # Not what is visible by now: more may have come since the chunk was made.
         self._taken = chunk.completion_tokens
-        self._over = finish_reason is not None
+        if finish_reason is not None:  # never back to False: another thread may have closed it
+            self._over = True
         return chunk
 
     def close(self) -> None:

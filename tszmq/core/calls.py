@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from tszmq.core.request import Wakeable
 from tszmq.errors import TszmqError
@@ -62,13 +62,18 @@ class Calls:
         """Nobody waits for it any more."""
         self._waiting.pop(call.call_id, None)
 
-    def fail(self, error: Callable[[], TszmqError], engine_index: int | None) -> list[Wakeable]:
-        """End the calls to an engine, or all of them. Their callers forget them."""
-        failed = [
+    def unanswered(self, engine_index: int | None = None) -> list[Call]:
+        """The calls to an engine, or all of them."""
+        return [
             call
             for call in self._waiting.values()
             if engine_index is None or call.engine_index == engine_index
         ]
+
+    @staticmethod
+    def fail(calls: Iterable[Call], error: Callable[[], TszmqError]) -> list[Wakeable]:
+        """End those that have not ended. Their callers forget them. Returns whom to wake."""
+        failed = [call for call in calls if not call.ended()]
         for call in failed:
-            call.error = call.error or error
+            call.error = error
         return [call.gate for call in failed]

@@ -20,6 +20,7 @@ from tszmq.types import Completion
 from tszmq.wire.base import RowDetail
 
 __all__ = [
+    "answer_lost",
     "client_closed",
     "closed_by",
     "deadline_passed",
@@ -117,17 +118,25 @@ def _engine_dead(
     )
 
 
-def output_lost(index: int) -> End:
-    """What its engine had sent when its output connection was lost is gone."""
-    return End(error=partial(_output_lost, index), abort=True)
+def output_lost(index: int, reason: str) -> End:
+    """Something that its engine sent is gone."""
+    return End(error=partial(_output_lost, index, reason), abort=True)
 
 
-def _output_lost(index: int, partial_result: Completion) -> TszmqError:
+def _output_lost(index: int, reason: str, partial_result: Completion) -> TszmqError:
     return DecodeError(
-        f"engine {index} lost its output connection, because a message was too large or the "
-        f"connection broke; {partial_result.completion_tokens} tokens of the request had come "
-        "and what was in transit is lost",
+        f"output of engine {index} was lost: {reason}; {partial_result.completion_tokens} tokens "
+        "of the request had come",
         engine_index=index,
-        reason="its output connection was lost",
+        reason=reason,
         partial=partial_result,
+    )
+
+
+def answer_lost(index: int, reason: str) -> TszmqError:
+    """The same of a call's answer."""
+    return DecodeError(
+        f"output of engine {index} was lost: {reason}; the answer to the call may have been in it",
+        engine_index=index,
+        reason=reason,
     )

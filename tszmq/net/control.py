@@ -28,7 +28,8 @@ from typing import Any
 import attrs
 import zmq
 
-from tszmq.core.endings import client_closed, deadline_passed, output_lost
+from tszmq.core.calls import Call
+from tszmq.core.endings import answer_lost, client_closed, deadline_passed, output_lost
 from tszmq.core.request import Request
 from tszmq.core.startup import Startup
 from tszmq.core.wave import WaveClock
@@ -97,7 +98,13 @@ def run_control(
 ) -> None:
     """The thread's whole life: serve, then take everything down in the right order."""
     never_waits()
-    control = _Control(sockets, orders, shared, startup, settings)
+    try:
+        control = _Control(sockets, orders, shared, startup, settings)
+    except BaseException as error:
+        shared.fail("the control thread", error)
+        log.exception("tszmq: the control thread failed; the client is closed")
+        shared.ended.set()
+        return
     try:
         control.run()
     except BaseException as error:
@@ -275,7 +282,7 @@ class _Control:
         connection = self._connections.number(fd, self._sockets.monitors[1].is_open(fd))
         self._links[index] = _Link(connection, epoch, info.lockstep)
         self._index_of[connection] = index
-        self._order(Joined(index, peer_pid(fd), _batch_bytes(info)))
+        self._order(Joined(index, peer_pid(fd)))
         self._publish_muster()
         log.info("tszmq: engine %d registered (version %.80r)", index, info.engine_version)
 
@@ -368,31 +375,33 @@ class _Control:
                 self._begin_death(index, text, grace=0.0)
 
     def _suspect(self, item: mail.Suspect) -> None:
-        if item.engine_index is None:
-            # Engines of an earlier client dial in, too, and take their leave some time: before
-            # those that were told to.
-            number = self._sockets.monitors[2].number(item.fd)
-            innocent = [
-                index
-                for index, before in self._before.items()
-                if number is not None and number <= before
-            ]
-            order = Blame(item.fd, item.reason, item.unreadable, frozenset(innocent), item.sole)
-            # The culprit's connections usually close now and tell who it was.
-            self._at(_BLAME_GRACE if item.sole is None else 0.0, partial(self._order, order))
-            return
-        index = item.engine_index
+        # Engines of an earlier client dial in, too, and take their leave some time: before those
+        # that were told to.
+        number = self._sockets.monitors[2].number(item.fd)
+        innocent = [
+            index
+            for index, before in self._before.items()
+            if number is not None and number <= before
+        ]
+        order = Blame(item.fd, item.reason, item.unreadable, frozenset(innocent), item.sole)
+        # The culprit's connections usually close now and tell who it was.
+        self._at(_BLAME_GRACE if item.sole is None else 0.0, partial(self._order, order))
+
+    def _output_lost(self, item: mail.OutputLost) -> None:
         with self._shared.state as flights:
-            record = flights.engines.get(index)
+            record = flights.engines.get(item.engine_index)
             if record is None:
                 return
-            epoch = record.epoch
-            ids = flights.routing.inflight_ids(index)
-        self._at(_CUT_OFF_GRACE, partial(self._cut_off, index, epoch, ids))
+            ids = flights.routing.inflight_ids(item.engine_index)
+            calls = flights.calls.unanswered(item.engine_index)
+        self._at(_CUT_OFF_GRACE, partial(self._cut_off, item, record.epoch, ids, calls))
 
-    def _cut_off(self, index: int, epoch: int, ids: list[str]) -> None:
-        """Its output connection was lost and it did not die: what was in transit is gone."""
-        end, ended = output_lost(index), []
+    def _cut_off(
+        self, item: mail.OutputLost, epoch: int, ids: list[str], calls: list[Call]
+    ) -> None:
+        """It did not die meanwhile: who waits for what is lost would wait for ever."""
+        index, reason = item.engine_index, item.reason
+        end, ended = output_lost(index, reason), []
         with self._shared.state as flights:
             record = flights.engines[index]
             if record.epoch != epoch or not record.info.alive:
@@ -401,15 +410,15 @@ class _Control:
                 request = flights.requests.get(wire_id)
                 if request is not None and flights.withdraw(request, end, time.monotonic()):
                     ended.append(request)
-            granted = flights.grant()
-        wake_all(granted)
+            waiting = flights.grant()
+            failed = flights.calls.fail(calls, partial(answer_lost, index, reason))
+        wake_all(waiting + failed)
         wake_all(request.gate for request in ended)
         self._abort(ended)
-        if ended:
+        if ended or failed:
             log.error(
-                "tszmq: engine %d lost its output connection; %d requests failed",
-                index,
-                len(ended),
+                "tszmq: output of engine %d was lost: %s; %d requests and %d calls failed",
+                *(index, reason, len(ended), len(failed)),
             )
 
     def _check_silence(self) -> None:
@@ -509,6 +518,7 @@ class _Control:
         mail.Do: _do,
         mail.Expire: _watch_deadline,
         mail.Suspect: _suspect,
+        mail.OutputLost: _output_lost,
         mail.Dropped: _dropped,
         mail.Stop: _stop,
     }
@@ -540,9 +550,3 @@ class _Control:
             self._sockets.context.term()
         self._sockets.files.remove()
         self._shared.mailbox.close()
-
-
-def _batch_bytes(info: EngineInfo) -> int:
-    """The largest batch this engine can mean: every request it runs, 1024 tokens with
-    logprobs each (25 bytes a token), and 1 MiB of what else there may be."""
-    return (1 << 20) + max(info.max_num_seqs, 1) * (1024 * 25 + 128)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -60,6 +61,8 @@ class Greeter:
         self.failed: str | None = None
         """What the first engine said that failed to start."""
         self._warnings = 0
+        self._invited: deque[int] = deque()  # to be told where to dial
+        self._inviting = False
         self._startup = startup
         self._connections = connections
         self._is_open = is_open
@@ -128,7 +131,19 @@ class Greeter:
             self.warn(f"an engine said HELLO with index {index}, {why}")
 
     def send_init(self, index: int) -> None:
-        """Tell an engine where the data sockets are."""
+        """Tell an engine where the data sockets are; and the next that waits, if that one is gone,
+        and so on."""
+        self._invited.append(index)
+        if self._inviting:  # further up: hundreds may be gone, one after another
+            return
+        self._inviting = True
+        try:
+            while self._invited:
+                self._invite(self._invited.popleft())
+        finally:
+            self._inviting = False
+
+    def _invite(self, index: int) -> None:
         init = encode_init(
             self._address_for(index, self._endpoints.input or ""),
             self._address_for(index, self._endpoints.output or ""),

@@ -75,22 +75,33 @@ class Expire:
 
 
 @attrs.frozen(eq=False)
-class Suspect:
-    """The receiver saw an engine's output cut off, or a death that names nobody.
+class OutputLost:
+    """What an engine sent will not be read, while it may well live.
 
     Attributes:
-        engine_index: The engine whose output connection was lost; None when it cannot be told.
+        engine_index: The engine.
+        reason: Why, for the error.
+    """
+
+    engine_index: int
+    reason: str
+
+
+@attrs.frozen(eq=False)
+class Suspect:
+    """The receiver saw a death that names nobody.
+
+    Attributes:
         reason: For the error.
         fd: The connection in question.
         unreadable: Whether its messages could not be read.
         sole: The only engine that it may have been, as far as the receiver knows.
     """
 
-    engine_index: int | None
     reason: str
-    fd: int = -1
-    unreadable: bool = False
-    sole: int | None = None
+    fd: int
+    unreadable: bool
+    sole: int | None
 
 
 @attrs.frozen(eq=False)

@@ -150,6 +150,13 @@ class Attribution:
         """Whether batches of an engine came on that connection."""
         return fd in self._engines
 
+    def is_of(self, fd: int, index: int) -> bool:
+        """Whether the connection is known to be that engine's."""
+        if fd in self._engines or index in self._fds:
+            return self._engines.get(fd) == index
+        pid = peer_pid(fd)
+        return pid not in (None, CLOSED) and pid == self._pids.get(index)
+
     def learn(self, index: int, fd: int) -> None:
         """A readable batch of the engine came on that connection."""
         self.forget(index)

@@ -23,13 +23,14 @@ from tszmq.core.request import Wakeable
 from tszmq.errors import DecodeError, EngineDead, TszmqError
 from tszmq.net.gate import never_waits
 from tszmq.net.log import log
-from tszmq.net.mailbox import Dropped, Suspect, Wave
+from tszmq.net.mailbox import Dropped, OutputLost, Suspect, Wave
 from tszmq.net.peers import Attribution
 from tszmq.net.shared import Shared, wake_all
 from tszmq.net.sockets import NOWHERE, WAKE, Owned, source_fd
 from tszmq.wire.base import (
     ENGINE_CORE_DEAD,
     BatchDecoder,
+    EngineBatch,
     StartWave,
     UtilityResult,
     WaveComplete,
@@ -47,7 +48,7 @@ _OTHERS_IN_A_ROW = 1000
 _DRAIN_SECONDS = 5.0  # for an engine that is called dead and goes on sending
 _UNREADABLE_IN_A_ROW = 3
 _LULL = 0.0005  # seconds without a message
-_MAX_FRAMES = 4096
+_MOST_FRAMES = 1 << 16  # of a message: a few a request, where many have logprobs
 _POLLIN = int(zmq.POLLIN)  # the flag itself is an object that computes in Python
 _WARNINGS = 50  # about strangers; anyone who reaches the socket can cause them
 
@@ -58,7 +59,6 @@ class Joined:
 
     engine_index: int
     pid: int | None
-    max_batch_bytes: int
 
 
 @attrs.frozen
@@ -101,12 +101,14 @@ class Halt:
     """End the thread."""
 
 
-def run_receiver(output: Owned[zmq.Socket[bytes]], orders: deque[Any], shared: Shared) -> None:
+def run_receiver(
+    output: Owned[zmq.Socket[bytes]], orders: deque[Any], shared: Shared, max_message_bytes: int
+) -> None:
     """The thread's whole life. Whatever happens in it, every waiter hears of it."""
     never_waits()
     socket = output.take()
     try:
-        _Receiver(socket, orders, shared).run()
+        _Receiver(socket, orders, shared, max_message_bytes).run()
     except BaseException as error:
         # MemoryError and bugs of ours included: nobody else would tell the waiters.
         shared.fail("the receiver thread", error)
@@ -118,7 +120,13 @@ def run_receiver(output: Owned[zmq.Socket[bytes]], orders: deque[Any], shared: S
 
 
 class _Receiver:
-    def __init__(self, socket: zmq.Socket[bytes], orders: deque[Any], shared: Shared) -> None:
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        orders: deque[Any],
+        shared: Shared,
+        max_message_bytes: int,
+    ) -> None:
         self._socket = socket
         self._orders = orders
         self._shared = shared
@@ -132,7 +140,7 @@ class _Receiver:
         self._sources = Attribution()
         self._unreadable: dict[int, int] = {}  # fd -> messages in a row
         self._warnings = 0
-        self._max_bytes = 1 << 20
+        self._max_bytes = max_message_bytes  # of all frames together
 
     def run(self) -> None:
         recv, clock = self._socket.recv, time.monotonic
@@ -195,7 +203,9 @@ class _Receiver:
         data = frame.bytes
         frames = [data]
         if frame.more:
-            frames += self._rest()
+            if not self._take_rest(frames):
+                self._refuse(source_fd(frame))
+                return None
         elif data == WAKE:
             self._obey()
             return None
@@ -203,12 +213,9 @@ class _Receiver:
             self._blame(source_fd(frame), "it sent ENGINE_CORE_DEAD", unreadable=False)
             return None
         try:
-            if len(data) > self._max_bytes:
-                raise DecodeError(
-                    f"a message of {len(data)} bytes, more than the {self._max_bytes} that the "
-                    "registered batch sizes can need"
-                )
             batch = self._decoder.decode(frames)
+            if not batch.request_ids:
+                self._doubt(batch, source_fd(frame))
             with self._shared.state as flights:
                 applied = flights.apply(batch, now)
             if batch.signals:
@@ -222,11 +229,13 @@ class _Receiver:
             self._shared.own_up(applied.owed)
         if self._unreadable:
             self._unreadable.pop(source_fd(frame), None)
-        if applied.source is not None and not self._sources.knows(applied.source):
+        # Anybody can name an engine; its requests' ids are secret.
+        named = applied.source if batch.request_ids else None
+        if named is not None and not self._sources.knows(named):
             self._obey()  # that it joined may stand there unread, and would make it forgotten again
             fd = source_fd(frame)
             if fd != NOWHERE:
-                self._sources.learn(applied.source, fd)
+                self._sources.learn(named, fd)
         return applied.source
 
     def _pass_on(self, signals: Sequence[WaveComplete | StartWave | UtilityResult]) -> None:
@@ -238,18 +247,37 @@ class _Receiver:
             else:
                 self._shared.mailbox.post(Wave(signal))
 
-    def _rest(self) -> list[bytes]:
-        """The other frames of a message: they belong to it, whatever becomes of it."""
-        frames: list[bytes] = []
-        size = 0
-        more = True
+    def _take_rest(self, frames: list[bytes]) -> bool:
+        """The other frames of a message: they belong to it, whatever becomes of it. False when
+        they are too many, or too large together."""
+        size = len(frames[0])
+        more = fits = True
         while more:
             frame = self._socket.recv(copy=False)
             more = frame.more
             size += len(frame)
-            if len(frames) < _MAX_FRAMES and size <= self._max_bytes:
+            fits = fits and size <= self._max_bytes and len(frames) < _MOST_FRAMES
+            if fits:
                 frames.append(frame.bytes)
-        return frames
+        return fits
+
+    def _refuse(self, fd: int) -> None:
+        """A message was too large: whose it was knows what it said, and will not say it again."""
+        reason = (
+            f"a message was too large for max_message_bytes, {self._max_bytes}, or of more than "
+            f"{_MOST_FRAMES} frames"
+        )
+        suspects = self._suspects(fd, unreadable=False)
+        if len(suspects) == 1:
+            self._shared.mailbox.post(OutputLost(suspects[0], reason))
+        self._note_unreadable(fd, DecodeError(reason))
+
+    def _doubt(self, batch: EngineBatch, fd: int) -> None:
+        """Anybody can send a batch without rows: it tells an engine's load if that is known to
+        have sent it."""
+        index = batch.engine_index
+        if index is not None and not self._sources.is_of(fd, index):
+            batch.engine_index = None
 
     # -- engines that are dead or cannot be understood
 
@@ -272,7 +300,7 @@ class _Receiver:
             self._condemn(suspects[0], reason, unreadable)
         elif suspects:
             sole = suspects[0] if len(suspects) == 1 else None
-            self._shared.mailbox.post(Suspect(None, reason, fd, unreadable, sole))
+            self._shared.mailbox.post(Suspect(reason, fd, unreadable, sole))
         else:
             self._warn_of_stranger(reason)
 
@@ -311,7 +339,7 @@ class _Receiver:
             waiting = flights.grant()
             if dropped is not None:
                 failed = partial(_engine_dead_in_call, kind, index, reason)
-                waiting += flights.calls.fail(failed, index)
+                waiting += flights.calls.fail(flights.calls.unanswered(index), failed)
         wake_all(waiting)
         if dropped is None:
             return
@@ -329,7 +357,6 @@ class _Receiver:
 
     def _joined(self, order: Joined) -> None:
         self._sources.join(order.engine_index, order.pid)
-        self._max_bytes = max(self._max_bytes, order.max_batch_bytes)
 
     def _retire_soon(self, order: Retire) -> None:
         if order.last_call or not self._sources.knows(order.engine_index):
@@ -348,7 +375,8 @@ class _Receiver:
         if dying:
             self._dead.append(Retire(index, record.epoch, record.first_error or "it went away"))
         else:
-            self._shared.mailbox.post(Suspect(index, "its output connection was lost"))
+            reason = "a message was too large for max_message_bytes, or the connection broke"
+            self._shared.mailbox.post(OutputLost(index, reason))
 
     def _blame_all(self, order: Blame) -> None:
         # A connection may be gone by now: who may have had it is looked up while it is there.

@@ -54,7 +54,7 @@ class Session:
         engine_count: Engines that will come.
         settings: For the control thread.
         policy, max_inflight: For the routing.
-        max_message_bytes: What no single frame may exceed.
+        max_message_bytes: What no message of an engine may exceed.
         on_closed: Called in the control thread after everything is down.
 
     Raises:
@@ -92,7 +92,9 @@ class Session:
                 protocol=protocol,
                 muster=Muster(startup.num_missing(), startup.describe_missing()),
             )
-            self._threads = _threads(sockets, self.shared, startup, settings, on_closed)
+            self._threads = _threads(
+                sockets, self.shared, startup, settings, max_message_bytes, on_closed
+            )
         except BaseException as error:
             _release(sockets)
             if mailbox is not None:
@@ -145,17 +147,17 @@ class Session:
             )
 
     def check_caller(self) -> None:
-        """Before whatever submits or waits: that the process is right, and that nothing of this
-        client's is being changed further up in this very thread.
+        """Before whatever submits or waits: that the process is right, and that no client's state
+        is being changed further up in this very thread.
 
         Raises:
             ForkedClient: In a child process.
             RuntimeError: In a signal handler, or a finalizer, that interrupts such a change.
         """
         self.check_process()
-        if self.shared.state.owned():
+        if holds_a_lock():
             raise RuntimeError(
-                "a signal handler or finalizer that interrupts a call of this client can abort and "
+                "a signal handler or finalizer that interrupts a call of a client can abort and "
                 "close, not submit or wait: all others would wait for it; let a thread do that"
             )
 
@@ -221,6 +223,7 @@ def _threads(
     shared: Shared,
     startup: Startup,
     settings: Settings,
+    max_message_bytes: int,
     on_closed: list[Callable[[], object]],
 ) -> tuple[threading.Thread, ...]:
     """Control and receiver, to be started in this order.
@@ -231,7 +234,7 @@ def _threads(
     orders: deque[Any] = deque()
     receiver = threading.Thread(
         target=run_receiver,
-        args=(sockets.output, orders, shared),
+        args=(sockets.output, orders, shared, max_message_bytes),
         name="tszmq-receiver",
         daemon=True,
     )

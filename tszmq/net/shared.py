@@ -29,7 +29,7 @@ from tszmq.core.flights import Flights
 from tszmq.core.request import End, Request, Wakeable
 from tszmq.errors import ClientClosed, TszmqError
 from tszmq.net.gate import Gate
-from tszmq.net.mailbox import Abort, Mailbox
+from tszmq.net.mailbox import Abort, Mailbox, Stop
 from tszmq.ownership import Mutex
 from tszmq.wire.base import WireProtocol
 
@@ -98,7 +98,8 @@ class Shared:
             ended = flights.close(error)
             for request in ended:
                 flights.withdraw(request, end, now)
-            waiting = flights.everyone_waiting() + flights.calls.fail(error, None)
+            waiting = flights.everyone_waiting()
+            waiting += flights.calls.fail(flights.calls.unanswered(), error)
         wake_all(waiting)
         wake_all(request.gate for request in ended)
         self.arrivals.wake()
@@ -123,6 +124,7 @@ class Shared:
             self.own_up(self.close(error))
         except BaseException:  # the state itself is what is broken: nobody shall wait for it
             self._let_go(error)
+        self.mailbox.post(Stop())  # the other thread frees the addresses
 
     def _let_go(self, error: Callable[[], TszmqError]) -> None:
         """End what ``close`` could not; its places at the engines are not given back."""
@@ -135,7 +137,8 @@ class Shared:
                 if request.group is not None:
                     request.group.finished.append(request)
                     request.group.failed = True
-            waiting = flights.everyone_waiting() + flights.calls.fail(error, None)
+            waiting = flights.everyone_waiting()
+            waiting += flights.calls.fail(flights.calls.unanswered(), error)
         wake_all([*waiting, *(request.gate for request in ended)])
         self.arrivals.wake()
 

@@ -62,8 +62,11 @@ class Fleet:
         self._options = options
         self._address = ""
         self._pid = os.getpid()
-        # Guards the list and the pipes. Nothing is waited for under it.
+        # Guards the list. Nothing is waited for under it.
         self._lock = threading.Lock()
+        # Held while a pipe is written to, which a child that does not read holds up, or closed,
+        # which is done when the child is dead. Taken before the other.
+        self._writing = threading.Lock()
         self._children: list[subprocess.Popen[bytes]] = []
         self._closed = False
         _fleets.add(self)
@@ -125,8 +128,9 @@ class Fleet:
         """
         if self._foreign():
             return
-        with self._lock:
-            pipe = self._children[number].stdin
+        with self._writing:
+            with self._lock:
+                pipe = self._children[number].stdin
             if pipe is None or pipe.closed:
                 raise BrokenPipeError("the fleet was terminated")
             pipe.write(command.encode() + b"\n")
@@ -168,7 +172,7 @@ class Fleet:
             return
         child = self._children[number]
         self.kill(number)
-        with self._lock:
+        with self._writing, self._lock:
             if self._closed or self._children[number] is not child:
                 return  # somebody else was faster
             _close_pipes(child)
@@ -197,7 +201,7 @@ class Fleet:
             for child in children:
                 child.kill()  # nothing, for one that has ended
                 child.wait()
-        with self._lock:
+        with self._writing:
             for child in children:
                 _close_pipes(child)
 
@@ -224,7 +228,8 @@ class Fleet:
 
     def _disown(self) -> None:
         """In a forked child: these are not our processes, and not our pipes."""
-        self._lock = threading.Lock()  # it may have been held by a thread that is not here
+        # They may have been held by threads that are not here.
+        self._lock, self._writing = threading.Lock(), threading.Lock()
         for child in self._children:
             child.returncode = 0  # keeps Popen from waiting for it, or warning about it
             _close_pipes(child)
