@@ -6,6 +6,7 @@ import itertools
 import math
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from functools import partial
@@ -135,6 +136,9 @@ class _Batch:
             self._group = Group(self._gate, flights.batch_aborts)
         self._unfinished: dict[int, Request] = {}
         self._settled: deque[tuple[int, Any]] = deque()  # ended, not handed out
+        # Those that will not be pulled, of which there may be millions, and why.
+        self._given_up = range(0)
+        self._why: Callable[[], Exception] = self._too_late
         self._held: Prepared | None = None  # no place yet
         self._queued = False  # the ticket may be in the queue, or granted a place
         self._exhausted = False
@@ -155,7 +159,7 @@ class _Batch:
                 if self._is_late():
                     self._expire()
                 self._fill()
-                if self._settled:
+                if self._settled or self._given_up:
                     yield from self._settle()
                     continue
                 if self._exhausted and not self._unfinished and self._held is None:
@@ -220,6 +224,8 @@ class _Batch:
         except Exception as error:  # a prompt of the caller's making may raise anything
             if hasattr(prompt, "__index__") and not hasattr(prompt, "__len__"):
                 error.add_note("each prompt is a sequence of token ids; for one, call generate")
+            if self._return_errors:
+                _let_go(error)
             self._fail(index, error)
         return True
 
@@ -264,8 +270,8 @@ class _Batch:
         if held is not None:
             self._settled.append((held.request.position, error()))
         total = max(self._pulled, self._total or 0)
-        for index in range(self._pulled, total):
-            self._settled.append((index, error()))
+        if self._pulled < total:
+            self._given_up, self._why = range(self._pulled, total), error
         self._pulled = total
 
     def _wait(self) -> bool:
@@ -363,8 +369,8 @@ class _Batch:
         """Hand out what has ended, or raise the first error."""
         if self._eager:
             self._leave_queue()
-        while self._settled:
-            index, outcome = self._settled.popleft()
+        while self._settled or self._given_up:
+            index, outcome = self._next_settled()
             self._told |= isinstance(outcome, DeadlineExceeded)
             if not isinstance(outcome, TokenChunk) or outcome.finish_reason is not None:
                 self._done += 1
@@ -373,6 +379,12 @@ class _Batch:
                 raise outcome
             yield index, outcome
         self._report()
+
+    def _next_settled(self) -> tuple[int, Any]:
+        if self._settled:
+            return self._settled.popleft()
+        index, self._given_up = self._given_up[0], self._given_up[1:]
+        return index, self._why()
 
     def check_process(self) -> None:
         """Raises ForkedClient in a forked child: what the caller waits for is not there."""
@@ -408,12 +420,20 @@ class _Batch:
     def _report(self, *, last: bool = False) -> None:
         if self._meter is None:
             return
-        done = self._done + len(self._settled) + len(self._group.finished)
+        done = self._done + len(self._settled) + len(self._given_up) + len(self._group.finished)
         if self._meter.is_due(done, last):
             self._leave_queue()
             self._meter.show(done, self._total, last)
             if not last:
                 self._session.check_process()
+
+
+def _let_go(error: Exception) -> None:
+    """An error that is kept must not keep the prompt: its traceback goes on to say where it comes
+    from, without this module's frame and without the variables of those below."""
+    below = error.__traceback__.tb_next if error.__traceback__ else None
+    traceback.clear_frames(below)
+    error.__traceback__ = below
 
 
 def _again(error: Exception) -> Exception:
@@ -436,12 +456,12 @@ class _Ticket:
 
 
 def _numbered(prompts: Iterable[object]) -> Iterator[tuple[int, object]]:
-    try:
-        if not isinstance(prompts, (str, bytes)):
-            return enumerate(prompts)
-    except TypeError:
-        pass
-    raise TypeError(f"prompts must be an iterable of prompts, got {type(prompts).__name__}")
+    kind = type(prompts)
+    if issubclass(kind, (str, bytes)) or not (
+        hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
+    ):
+        raise TypeError(f"prompts must be an iterable of prompts, got {kind.__name__}")
+    return enumerate(prompts)
 
 
 def _length(prompts: Iterable[object]) -> int | None:

@@ -16,7 +16,7 @@ from typing import TypeVar
 import attrs
 
 from tszmq.core.calls import Calls
-from tszmq.core.endings import ending, tokens_lost
+from tszmq.core.endings import ending, output_lost, tokens_lost
 from tszmq.core.ids import WireIds
 from tszmq.core.policy import Policy
 from tszmq.core.request import ABORTED, End, Request, Wakeable
@@ -262,6 +262,12 @@ class Flights:
             self.routing.recount(index, {each.wire_id: len(each.tokens) for each in mine})
         return True
 
+    def doubt(self, index: int, reason: str) -> None:
+        """Something that an engine sent will not come: where the wire does not count tokens, nobody
+        can tell whether what ends from here on is whole."""
+        for wire_id in self.routing.inflight_ids(index):
+            self.requests[wire_id].doubt = reason
+
     def close(self, error: Callable[[], TszmqError]) -> list[Request]:
         """No new requests. Returns the unfinished ones, and those of earlier calls. Idempotent."""
         if self.closed is None:
@@ -357,9 +363,13 @@ class Flights:
     def _ends(rows: Rows, batch: EngineBatch) -> dict[int, End]:
         """Row number to how that row's request ended."""
         ends: dict[int, End] = {}
+        counted = batch.one_each is not None or batch.completion_tokens is not None
         for position, reason in batch.finished.items():
             row = rows.requests[position]
-            ends[position] = ending(row, reason)
+            if row.doubt is not None and not counted:
+                ends[position] = output_lost(row.engine_index, row.doubt)
+            else:
+                ends[position] = ending(row, reason)
             if batch.cached_tokens is not None:
                 row.cached_tokens = batch.cached_tokens[position]
         return ends

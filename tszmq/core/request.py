@@ -89,6 +89,7 @@ class Request:
         top_limit: How many of the most likely tokens it asked for beside the sampled one.
         streaming: Somebody reads chunks: ``visible`` is kept and ``gate`` woken at each.
         visible: Tokens that readers may take.
+        doubt: Why some of its output may be missing, or None.
         end: None while unfinished.
     """
 
@@ -98,6 +99,7 @@ class Request:
         "cached_tokens",
         "created",
         "detail",
+        "doubt",
         "end",
         "ended",
         "engine_index",
@@ -151,6 +153,7 @@ class Request:
         self.sent = False
         self.first: float | None = None
         self.ended = now
+        self.doubt: str | None = None
         self.end: End | None = None
 
     @property

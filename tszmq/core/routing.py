@@ -78,7 +78,7 @@ class RoutingState:
     """
 
     def __init__(self, policy: Policy | None = None) -> None:
-        self._policy: Policy = policy or LeastLoaded()
+        self._policy: Policy = LeastLoaded() if policy is None else policy
         self._engines: dict[int, _Engine] = {}
         self._alive: list[int] = []  # indices of living engines, in order
         # Beside _alive, kept while the policy allows it, but for those whose engine has changed.

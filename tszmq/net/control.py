@@ -11,7 +11,8 @@ What can happen, and what follows:
     registration                the engine is served; whoever waits in ``connect`` is told
     its input connection closed no new requests; 0.1 s later (or when its output connection is
                                 closed, too) the receiver delivers what came and ends the rest
-    output connection alone     its requests fail 0.5 s later: what was in transit is lost
+    output connection alone     its requests fail 0.5 s later: what was in transit is lost; it is
+                                dead when it makes no new one within 2 s
     send refused (EHOSTUNREACH) as a closed connection
     silence                     warned about; fatal after ``silence_timeout``, while it has work
 """
@@ -28,8 +29,7 @@ from typing import Any
 import attrs
 import zmq
 
-from tszmq.core.calls import Call
-from tszmq.core.endings import answer_lost, client_closed, deadline_passed, output_lost
+from tszmq.core.endings import client_closed, deadline_passed
 from tszmq.core.request import Request
 from tszmq.core.startup import Startup
 from tszmq.core.wave import WaveClock
@@ -38,8 +38,9 @@ from tszmq.net import mailbox as mail
 from tszmq.net.gate import never_waits
 from tszmq.net.greeter import Greeter
 from tszmq.net.log import log
+from tszmq.net.losses import Losses
 from tszmq.net.outbox import Outbox
-from tszmq.net.peers import Connections, peer_pid
+from tszmq.net.peers import CLOSED, Connections, peer_pid
 from tszmq.net.receiver import Blame, Halt, Joined, OutputClosed, Retire
 from tszmq.net.shared import Muster, Shared, wake_all
 from tszmq.net.silence import SilenceWatch
@@ -57,8 +58,7 @@ _CLOSING_SECONDS = (0.02, 0.1, 0.5, 2.0, 8.0)
 _SWEEP_SECONDS = 0.25
 _GRACE = 0.1  # between the loss of an engine's input connection and its requests' end
 _LONG_GRACE = 1.0  # the same, as long as its output connection is open: more may be on its way
-_CUT_OFF_GRACE = 0.5  # for the loss of its output connection alone
-_BLAME_GRACE = 0.5  # for a connection to close that tells who sent a nameless sentinel
+_BLAME_GRACE = 1.5  # for a connection to close that tells who sent a nameless sentinel
 _REGISTRATION_GRACE = 1.0  # after READY, when a successor waits
 _REDIAL_SECONDS = 0.35
 _CLOSING_LINGER_MS = 200  # for the last aborts to leave
@@ -86,6 +86,7 @@ class _Link:
     connection: int
     epoch: int
     lockstep: bool
+    pid: int | None
 
 
 def run_control(
@@ -151,6 +152,14 @@ class _Control:
         # Engine index -> output connections that were there before it was told where to dial.
         self._before: dict[int, int] = {}
         self._timers = Timers()
+        self._losses = Losses(
+            shared,
+            sockets.monitors[2],
+            at=self._at,
+            pid_of=self._pid,
+            abort=self._abort,
+            give_up=self._begin_death,
+        )
         self._waves = WaveClock()
         self._asleep = False  # a lockstep group was given a request and has not been woken
         self._stopping = False
@@ -217,8 +226,8 @@ class _Control:
     def _run_timers(self) -> None:
         now = time.monotonic()
         self._timers.run_due(now)
-        for item in self._timers.expired(now):
-            self._settle(mail.Settle([item.request], deadline_passed(item.timeout)))
+        for request, timeout in self._timers.expired(now):
+            self._settle(mail.Settle([request], deadline_passed(timeout)))
 
     # -- engines come
 
@@ -280,9 +289,11 @@ class _Control:
         with self._shared.state as flights:
             epoch = flights.register(info, time.monotonic())
         connection = self._connections.number(fd, self._sockets.monitors[1].is_open(fd))
-        self._links[index] = _Link(connection, epoch, info.lockstep)
+        pid = peer_pid(fd)
+        known = None if pid == CLOSED else pid
+        self._links[index] = _Link(connection, epoch, info.lockstep, known)
         self._index_of[connection] = index
-        self._order(Joined(index, peer_pid(fd)))
+        self._order(Joined(index, pid))
         self._publish_muster()
         log.info("tszmq: engine %d registered (version %.80r)", index, info.engine_version)
 
@@ -310,10 +321,12 @@ class _Control:
             self._look_at(fd)
             self._look_later(fd, _CLOSING_SECONDS)
         for fd in output:
-            departed = self._sockets.monitors[2].departed.pop(fd, None)
-            self._at(_CLOSING_SECONDS[0], partial(self._order, OutputClosed(fd, departed)))
-            for seconds in _CLOSING_SECONDS[1:]:
-                self._at(seconds, partial(self._order, OutputClosed(fd, None)))
+            gone = self._sockets.monitors[2].departed[fd]
+            reopened = self._sockets.monitors[2].is_open(fd)
+            # At once: when the engine has dialled in again, it goes on as if nothing were missing.
+            self._order(OutputClosed(fd, gone.accepted, gone, reopened))
+            for seconds in _CLOSING_SECONDS:
+                self._at(seconds, partial(self._order, OutputClosed(fd, gone.accepted)))
 
     def _look_later(self, fd: int, pauses: Sequence[float]) -> None:
         if pauses and self._connections.is_known(fd):
@@ -377,49 +390,24 @@ class _Control:
     def _suspect(self, item: mail.Suspect) -> None:
         # Engines of an earlier client dial in, too, and take their leave some time: before those
         # that were told to.
-        number = self._sockets.monitors[2].number(item.fd)
+        monitor = self._sockets.monitors[2]
+        number = monitor.number(item.fd)
         innocent = [
             index
             for index, before in self._before.items()
             if number is not None and number <= before
         ]
-        order = Blame(item.fd, item.reason, item.unreadable, frozenset(innocent), item.sole)
+        gone = monitor.departure(item.fd)
+        order = Blame(item.fd, item.reason, item.unreadable, frozenset(innocent), item.sole, gone)
         # The culprit's connections usually close now and tell who it was.
         self._at(_BLAME_GRACE if item.sole is None else 0.0, partial(self._order, order))
 
     def _output_lost(self, item: mail.OutputLost) -> None:
-        with self._shared.state as flights:
-            record = flights.engines.get(item.engine_index)
-            if record is None:
-                return
-            ids = flights.routing.inflight_ids(item.engine_index)
-            calls = flights.calls.unanswered(item.engine_index)
-        self._at(_CUT_OFF_GRACE, partial(self._cut_off, item, record.epoch, ids, calls))
+        self._losses.note(item)
 
-    def _cut_off(
-        self, item: mail.OutputLost, epoch: int, ids: list[str], calls: list[Call]
-    ) -> None:
-        """It did not die meanwhile: who waits for what is lost would wait for ever."""
-        index, reason = item.engine_index, item.reason
-        end, ended = output_lost(index, reason), []
-        with self._shared.state as flights:
-            record = flights.engines[index]
-            if record.epoch != epoch or not record.info.alive:
-                return
-            for wire_id in ids:
-                request = flights.requests.get(wire_id)
-                if request is not None and flights.withdraw(request, end, time.monotonic()):
-                    ended.append(request)
-            waiting = flights.grant()
-            failed = flights.calls.fail(calls, partial(answer_lost, index, reason))
-        wake_all(waiting + failed)
-        wake_all(request.gate for request in ended)
-        self._abort(ended)
-        if ended or failed:
-            log.error(
-                "tszmq: output of engine %d was lost: %s; %d requests and %d calls failed",
-                *(index, reason, len(ended), len(failed)),
-            )
+    def _pid(self, index: int) -> int | None:
+        link = self._links.get(index)
+        return None if link is None else link.pid
 
     def _check_silence(self) -> None:
         assert self._silence.interval is not None

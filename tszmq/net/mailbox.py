@@ -79,12 +79,15 @@ class OutputLost:
     """What an engine sent will not be read, while it may well live.
 
     Attributes:
-        engine_index: The engine.
+        suspects: The engine; or several, one of which it is.
         reason: Why, for the error.
+        accepted: How many output connections had been accepted when its own closed; None when
+            that is still there.
     """
 
-    engine_index: int
+    suspects: list[int]
     reason: str
+    accepted: int | None = None
 
 
 @attrs.frozen(eq=False)

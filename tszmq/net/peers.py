@@ -9,9 +9,11 @@ import socket
 import struct
 from collections.abc import Iterator, Sequence
 
+import attrs
+
 CLOSED = -1
 
-__all__ = ["CLOSED", "Attribution", "Connections", "inode", "local_host", "peer_pid"]
+__all__ = ["CLOSED", "Attribution", "Connections", "Departure", "inode", "local_host", "peer_pid"]
 
 
 @contextlib.contextmanager
@@ -118,6 +120,21 @@ class Connections:
         return fd in self._seen
 
 
+@attrs.frozen(eq=False)
+class Departure:
+    """A connection that closed.
+
+    Attributes:
+        pid: The process that had the other end, where it is known.
+        others: Descriptors of those that were open then; None when it was nobody that speaks ZMTP.
+        accepted: How many had been accepted until then.
+    """
+
+    pid: int | None
+    others: frozenset[int] | None
+    accepted: int
+
+
 class Attribution:
     """Which connection of the output socket is which engine's.
 
@@ -164,18 +181,38 @@ class Attribution:
         self._engines[fd] = index
         self._inodes[fd] = inode(fd)
 
-    def closed(self, fd: int, pid: int | None = None, alive: Sequence[int] = ()) -> int | None:
-        """A connection of that process closed a moment ago; the engine whose it was, when known."""
+    def closed(
+        self, fd: int, gone: Departure | None = None, alive: Sequence[int] = ()
+    ) -> list[int]:
+        """A connection closed a moment ago: the engine whose it was; or several, one of which.
+
+        Args:
+            fd: Its descriptor.
+            gone: What is known of it; None to look only whether it is closed by now.
+            alive: The living engines.
+        """
         index = self._engines.get(fd)
         there = inode(fd)
-        if index is None and pid not in (None, CLOSED):
-            # Its first message may have been what ended it.
-            silent = [i for i in alive if i not in self._fds and self._pids.get(i) == pid]
-            return silent[0] if len(silent) == 1 else None
-        if index is None or (there is not None and there == self._inodes[fd]):
-            return None  # nobody's, or that of a predecessor at the same descriptor
-        self.forget(index)
-        return index
+        if index is not None and (there is None or there != self._inodes[fd]):
+            self.forget(index)
+            return [index]
+        if gone is None or gone.others is None:
+            return []
+        suspects = self.bereft(gone, alive)
+        if index in suspects:  # libzmq has not closed the descriptor yet
+            self.forget(index)
+        return suspects
+
+    def bereft(self, gone: Departure, alive: Sequence[int]) -> list[int]:
+        """The engines one of which a connection may have been that is nobody's as far as is known,
+        and that closed or is about to: those that have no other."""
+        assert gone.others is not None
+        silent = [index for index in alive if self._fds.get(index) not in gone.others]
+        if gone.pid not in (None, CLOSED):
+            return [index for index in silent if self._pids.get(index) in (None, gone.pid)]
+        unnamed = [fd for fd in gone.others if fd not in self._engines]
+        # As long as each may have one of these, it was a stranger's.
+        return silent if len(unnamed) < len(silent) else []
 
     def suspects(self, fd: int, alive: list[int]) -> list[int]:
         """The living engines whose connection that may be."""

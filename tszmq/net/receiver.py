@@ -24,7 +24,7 @@ from tszmq.errors import DecodeError, EngineDead, TszmqError
 from tszmq.net.gate import never_waits
 from tszmq.net.log import log
 from tszmq.net.mailbox import Dropped, OutputLost, Suspect, Wave
-from tszmq.net.peers import Attribution
+from tszmq.net.peers import Attribution, Departure
 from tszmq.net.shared import Shared, wake_all
 from tszmq.net.sockets import NOWHERE, WAKE, Owned, source_fd
 from tszmq.wire.base import (
@@ -74,10 +74,19 @@ class Retire:
 
 @attrs.frozen
 class OutputClosed:
-    """A connection of the output socket closed; ``pid``: the process, where it is known."""
+    """A connection of the output socket closed.
+
+    Attributes:
+        fd: Its descriptor.
+        accepted: How many had been accepted until then.
+        gone: What else is known of it; None to look only whether the descriptor is closed by now.
+        reopened: Another has the descriptor by now.
+    """
 
     fd: int
-    pid: int | None
+    accepted: int
+    gone: Departure | None = None
+    reopened: bool = False
 
 
 @attrs.frozen
@@ -87,6 +96,7 @@ class Blame:
     Attributes:
         innocent: Those that cannot have.
         sole: The only one that may have, when it came; None to look again.
+        gone: What is known of the connection, which may be there still.
     """
 
     fd: int
@@ -94,6 +104,7 @@ class Blame:
     unreadable: bool
     innocent: frozenset[int]
     sole: int | None
+    gone: Departure
 
 
 @attrs.frozen
@@ -269,7 +280,7 @@ class _Receiver:
         )
         suspects = self._suspects(fd, unreadable=False)
         if len(suspects) == 1:
-            self._shared.mailbox.post(OutputLost(suspects[0], reason))
+            self._lose(OutputLost(suspects, reason))
         self._note_unreadable(fd, DecodeError(reason))
 
     def _doubt(self, batch: EngineBatch, fd: int) -> None:
@@ -366,23 +377,37 @@ class _Receiver:
         self._unreadable.pop(order.fd, None)
         with self._shared.state as flights:
             alive = flights.routing.alive_indices()
-        index = self._sources.closed(order.fd, order.pid, alive)
-        if index is None:
+        # The successor at a descriptor may have been learnt there.
+        is_others = order.reopened and self._sources.is_known(order.fd)
+        suspects = self._sources.closed(order.fd, None if is_others else order.gone, alive)
+        if not suspects:
             return
         with self._shared.state as flights:
-            record = flights.engines[index]
-            dying = not record.info.alive
-        if dying:
-            self._dead.append(Retire(index, record.epoch, record.first_error or "it went away"))
-        else:
+            record = flights.engines[suspects[0]]
+        if record.info.alive:
             reason = "a message was too large for max_message_bytes, or the connection broke"
-            self._shared.mailbox.post(OutputLost(index, reason))
+            self._lose(OutputLost(suspects, reason, order.accepted))
+        else:
+            reason = record.first_error or "it went away"
+            self._dead.append(Retire(suspects[0], record.epoch, reason))
+
+    def _lose(self, loss: OutputLost) -> None:
+        """Output is lost: what ends from here on may be short, where the wire does not count."""
+        with self._shared.state as flights:
+            for index in loss.suspects:
+                flights.doubt(index, loss.reason)
+        self._shared.mailbox.post(loss)
 
     def _blame_all(self, order: Blame) -> None:
         # A connection may be gone by now: who may have had it is looked up while it is there.
         sole = order.sole
         suspects = self._suspects(order.fd, order.unreadable) if sole is None else [sole]
         guilty = [index for index in suspects if index not in order.innocent]
+        if not self._sources.is_known(order.fd):
+            with self._shared.state as flights:
+                alive = flights.routing.alive_indices()
+            bereft = self._sources.bereft(order.gone, alive)
+            guilty = [index for index in guilty if index in bereft]
         for index in guilty:
             self._condemn(index, order.reason, order.unreadable)
         if suspects and not guilty:

@@ -81,7 +81,7 @@ class Session:
         """Whether a ``Client`` has taken it over from the ``BoundClient``."""
         startup = Startup(engine_count)
         with binding_alone(endpoints):
-            sockets = bind_sockets(endpoints, max_message_bytes)
+            sockets = bind_sockets(endpoints, max_message_bytes, settings.send_timeout)
         mailbox = None
         try:
             self.endpoints = sockets.endpoints

@@ -13,14 +13,15 @@ Options and why:
 * MAXMSGSIZE on all: a frame above it is refused before it takes memory (the peer is then
   disconnected, which the monitors see). Nothing bounds a message of ever more frames, which
   libzmq keeps until its last one comes: who can reach a socket can use up memory.
-* TCP keep-alive: the kernel notices a host that is gone; a process that is merely stopped
-  still counts as there.
+* TCP keep-alive and, for what is sent meanwhile, TCP_MAXRT: the kernel notices a host that is
+  gone; a process that is merely stopped still counts as there.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 import traceback
 from typing import Any, Generic, TypeVar
 
@@ -30,7 +31,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from tszmq.errors import ConnectError, LockOrderError
 from tszmq.net.addresses import IpcFiles, claim_ipc_path, ipc_path, is_loopback, is_tcp, tcp_host
-from tszmq.net.peers import peer_pid
+from tszmq.net.peers import Departure, peer_pid
 from tszmq.ownership import CHECKED
 from tszmq.types import Endpoints
 
@@ -41,8 +42,16 @@ T = TypeVar("T")
 WAKE = b"tszmq-wake"
 """Tells the receiver to look at its orders. Anyone may send it: it says nothing itself."""
 _UNDO_SECONDS = 1.0
+_LOST_MS = 25_000
+"""Until a host that acknowledges nothing is gone: what keep-alive comes to on idle connections."""
+_NOT_ZMTP = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 
+_LONGEST_SEND = 1e6  # seconds; the option is an int of 32 bits
 _DESCRIPTORS = 24
 _STARTUP_MESSAGES = 16
 _STARTUP_BYTES = 1 << 20
@@ -128,14 +137,17 @@ class Monitor:
     def __init__(self, monitored: zmq.Socket[bytes], asks_who: bool = False) -> None:
         self._asks = asks_who
         self.socket: zmq.Socket[bytes] = monitored.get_monitor_socket(
-            zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+            zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | _NOT_ZMTP
         )
         self.socket.setsockopt(zmq.LINGER, 0)
         self._open: dict[int, int | None] = {}  # fd -> the process at the other end
         self._numbers: dict[int, int] = {}  # fd -> which of all that were accepted was there last
         self._accepted = 0
-        self.departed: dict[int, int | None] = {}
-        """The same, of those that closed; where ``asks_who``."""
+        self._failing = False  # the next to close is one that never spoke ZMTP
+        self.last_accepted = 0.0
+        """When the last was accepted (monotonic seconds)."""
+        self.departed: dict[int, Departure] = {}
+        """The last to close at each descriptor; where ``asks_who``."""
         self._closed: list[int] = []
 
     def _read(self) -> None:
@@ -143,11 +155,21 @@ class Monitor:
             event = recv_monitor_message(self.socket, zmq.NOBLOCK)
             if event["event"] == zmq.EVENT_ACCEPTED:
                 self._accepted += 1
+                self.last_accepted = time.monotonic()
                 self._numbers[event["value"]] = self._accepted
                 self._open[event["value"]] = peer_pid(event["value"]) if self._asks else None
             elif event["event"] == zmq.EVENT_DISCONNECTED:
-                self.departed[event["value"]] = self._open.pop(event["value"], None)
-                self._closed.append(event["value"])
+                self._note_closed(event["value"])
+            else:  # libzmq's one thread reports it just before that connection's end
+                self._failing = True
+
+    def _note_closed(self, fd: int) -> None:
+        pid = self._open.pop(fd, None)
+        failing, self._failing = self._failing, False
+        if self._asks:
+            others = None if failing else frozenset(self._open)
+            self.departed[fd] = Departure(pid, others, self._accepted)
+        self._closed.append(fd)
 
     def closed_descriptors(self) -> list[int]:
         """Descriptors of connections that closed since the last call."""
@@ -173,6 +195,22 @@ class Monitor:
         """Which of them, in order, was there last; None when none was."""
         self._read()
         return self._numbers.get(fd)
+
+    def departure(self, fd: int) -> Departure:
+        """What is known of the last connection there, as if it closed now if it has not."""
+        self._read()
+        if fd not in self._open and fd in self.departed:
+            return self.departed[fd]
+        return Departure(self._open.get(fd), frozenset(self._open) - {fd}, self._accepted)
+
+    def came_back(self, pid: int | None, accepted: int) -> bool:
+        """Whether a process made a connection after that many had been accepted, and has it; as
+        far as processes are known."""
+        self._read()
+        return any(
+            self._numbers[fd] > accepted and (pid is None or other is None or other == pid)
+            for fd, other in self._open.items()
+        )
 
     def close(self) -> None:
         """Stop reading."""
@@ -210,8 +248,10 @@ class Sockets:
 class _Binder:
     """Makes the sockets one after the other, and undoes all of it when one fails."""
 
-    def __init__(self, max_message_bytes: int) -> None:
+    def __init__(self, max_message_bytes: int, send_timeout: float) -> None:
         self._max_message_bytes = max_message_bytes
+        # An engine that does not read is given up by the outbox, not by the kernel.
+        self._lost_ms = max(_LOST_MS, int(min(send_timeout, _LONGEST_SEND) * 1000))
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         # Sockets that were merely garbage collected must not hang the context's end either.
         self.context.setsockopt(zmq.LINGER, 0)
@@ -257,8 +297,7 @@ class _Binder:
         self._monitors.append(monitor)
         return monitor
 
-    @staticmethod
-    def _prepare_tcp(bound: zmq.Socket[bytes], address: str) -> None:
+    def _prepare_tcp(self, bound: zmq.Socket[bytes], address: str) -> None:
         if ":" in tcp_host(address):
             bound.setsockopt(zmq.IPV6, 1)
         for option, value in (
@@ -266,6 +305,7 @@ class _Binder:
             (zmq.TCP_KEEPALIVE_IDLE, 10),
             (zmq.TCP_KEEPALIVE_INTVL, 5),
             (zmq.TCP_KEEPALIVE_CNT, 3),
+            (zmq.TCP_MAXRT, self._lost_ms),
         ):
             bound.setsockopt(option, value)
 
@@ -291,18 +331,21 @@ class _Binder:
         self.files.remove()
 
 
-def bind_sockets(endpoints: Endpoints, max_message_bytes: int) -> Sockets:
+def bind_sockets(
+    endpoints: Endpoints, max_message_bytes: int, send_timeout: float = 0.0
+) -> Sockets:
     """Bind input and output, then the handshake: whoever dials in finds all three.
 
     Args:
         endpoints: Validated by ``check_endpoints``.
         max_message_bytes: What no single frame may exceed.
+        send_timeout: Seconds that an engine may leave what it is sent unread.
 
     Raises:
         ConnectError: An address cannot be bound; nothing stays bound.
     """
     _require_descriptors()
-    binder = _Binder(max_message_bytes)
+    binder = _Binder(max_message_bytes, send_timeout)
     try:
         output, output_address = binder.bind(
             zmq.PULL, endpoints.output or _data_address(endpoints.handshake, binder, "out")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import weakref
 from collections.abc import Callable
 
+from tszmq.core.request import Request
 from tszmq.net.mailbox import Expire
 
 __all__ = ["Timers"]
@@ -18,7 +20,8 @@ class Timers:
 
     def __init__(self) -> None:
         self._actions: list[tuple[float, int, Callable[[], None]]] = []
-        self._deadlines: list[tuple[float, int, Expire]] = []
+        # Weakly: most requests end long before their deadline, and their output is the caller's.
+        self._deadlines: list[tuple[float, int, float, weakref.ref[Request]]] = []
         self._sequence = itertools.count()
         self._watched = 0
 
@@ -28,11 +31,13 @@ class Timers:
 
     def watch(self, item: Expire) -> None:
         """Give ``expired`` that request at its deadline, unless it has ended before."""
-        heapq.heappush(self._deadlines, (item.deadline, next(self._sequence), item))
+        watched = weakref.ref(item.request)
+        heapq.heappush(
+            self._deadlines, (item.deadline, next(self._sequence), item.timeout, watched)
+        )
         self._watched += 1
-        # Most requests end long before their deadline: do not keep them all until then.
         if self._watched % _CLEAN_EVERY == 0:
-            self._deadlines = [entry for entry in self._deadlines if entry[2].request.end is None]
+            self._deadlines = [entry for entry in self._deadlines if _unfinished(entry[3])]
             heapq.heapify(self._deadlines)
 
     def next_due(self) -> float | None:
@@ -44,11 +49,17 @@ class Timers:
         while self._actions and self._actions[0][0] <= now:
             heapq.heappop(self._actions)[2]()
 
-    def expired(self, now: float) -> list[Expire]:
-        """The unfinished requests whose deadline has passed."""
+    def expired(self, now: float) -> list[tuple[Request, float]]:
+        """The unfinished requests whose deadline has passed, each with its timeout."""
         expired = []
         while self._deadlines and self._deadlines[0][0] <= now:
-            item = heapq.heappop(self._deadlines)[2]
-            if item.request.end is None:
-                expired.append(item)
+            _, _, timeout, watched = heapq.heappop(self._deadlines)
+            request = _unfinished(watched)
+            if request is not None:
+                expired.append((request, timeout))
         return expired
+
+
+def _unfinished(watched: weakref.ref[Request]) -> Request | None:
+    request = watched()
+    return request if request is not None and request.end is None else None
