@@ -156,6 +156,35 @@ def test_failure_of_one_that_is_not_starting_means_nothing():
     assert startup.num_missing() == 1
 
 
+@pytest.mark.parametrize("says", ["ready", "registered"])
+def test_one_whose_connection_broke_while_it_loaded_goes_on(says):
+    """It says HELLO once, and its socket dials in again by itself."""
+    startup = Startup(1)
+    startup.hello(0, 10)
+    assert startup.handshake_closed(10) == 0
+    assert startup.failed(0) == []
+    assert not startup.pending()
+    assert startup.expects_registration(0)
+    if says == "ready":
+        assert startup.ready(0)
+        assert startup.pending()
+    startup.registered(0)
+    assert startup.num_missing() == 0
+    assert not startup.expects_registration(0)
+
+
+def test_one_whose_place_was_given_away_does_not_come_back():
+    startup = Startup(1)
+    startup.hello(0, 10)
+    startup.hello(1, 20)
+    assert startup.handshake_closed(10) == 0
+    assert startup.failed(0) == [1]
+    assert not startup.ready(0)
+    assert not startup.expects_registration(0)
+    startup.registered(1)
+    assert startup.num_missing() == 0
+
+
 def test_stalled_is_one_that_was_ready_and_keeps_somebody_waiting():
     startup = Startup(1)
     startup.hello(0, 10)
@@ -183,6 +212,11 @@ def test_stalled_is_one_that_was_ready_and_keeps_somebody_waiting():
             "1 never said HELLO (1, if they are numbered from 0)",
         ),
         (
+            ["hello 0", "closed 0"],
+            "2 of 2 engines missing: gone after HELLO, before READY: 0; "
+            "1 never said HELLO (1, if they are numbered from 0)",
+        ),
+        (
             ["hello 7", "registered 7"],
             "1 of 2 engines missing: 1 never said HELLO",
         ),
@@ -199,6 +233,8 @@ def test_who_is_missing_in_words(steps, text):
         what, index = step.split()
         if what == "hello":
             startup.hello(int(index), number)
+        elif what == "closed":
+            startup.failed(startup.handshake_closed(number - 1))
         else:
             getattr(startup, what)(int(index))
     assert startup.describe_missing() == text
@@ -236,10 +272,19 @@ class StartupMachine(RuleBasedStateMachine):
         self.waiting: dict[int, int] = {}
         self.greeted: dict[int, int] = {}  # open connections of those that were sent INIT
         self.open: set[int] = set()
+        self.gone: set[int] = set()  # their connection closed after INIT, before READY
+
+    def may_return(self, index: int) -> bool:
+        return index in self.gone and self.is_free(index)
+
+    def is_free(self, index: int) -> bool:
+        full = len(self.stages) >= self.EXPECTED
+        return self.stages.get(index, None if full else Stage.DEAD) is Stage.DEAD
 
     def greet(self, index: int, fd: int) -> None:
         self.stages[index] = Stage.GREETED
         self.greeted[index] = fd
+        self.gone.discard(index)
 
     def serve_waiting(self) -> list[int]:
         served = []
@@ -266,17 +311,19 @@ class StartupMachine(RuleBasedStateMachine):
 
     @rule(index=INDICES)
     def ready(self, index: int) -> None:
-        assert self.startup.ready(index) is (index in self.stages)
-        if self.stages.get(index) is Stage.GREETED:
+        if self.stages.get(index) is Stage.GREETED or self.may_return(index):
             self.stages[index] = Stage.READY
+            self.gone.discard(index)
+        assert self.startup.ready(index) is (index in self.stages)
 
     @rule(index=INDICES)
     def register(self, index: int) -> None:
-        expected = self.stages.get(index) in (Stage.GREETED, Stage.READY)
+        expected = self.stages.get(index) in (Stage.GREETED, Stage.READY) or self.may_return(index)
         assert self.startup.expects_registration(index) is expected
         if expected:
             self.startup.registered(index)
             self.stages[index] = Stage.REGISTERED
+            self.gone.discard(index)
 
     @rule(index=INDICES)
     def die(self, index: int) -> None:
@@ -312,6 +359,7 @@ class StartupMachine(RuleBasedStateMachine):
         assert self.startup.handshake_closed(fd) == failed
         if failed is not None:
             del self.stages[failed]
+            self.gone.add(failed)
             assert self.startup.failed(failed) == self.serve_waiting()
 
     @invariant()

@@ -35,7 +35,7 @@ from tests.mock_engine import (
 from tszmq import SamplingParams
 from tszmq.net.control import _Control
 from tszmq.net.mailbox import Do
-from tszmq.net.peers import CLOSED
+from tszmq.net.peers import CLOSED, Departure
 from tszmq.net.receiver import Joined
 from tszmq.net.sockets import WAKE, Monitor, source_fd
 
@@ -416,7 +416,7 @@ def test_an_engine_of_an_earlier_client_dials_on(client_and_engines, short_dir):
 def test_an_engine_of_an_earlier_client_takes_its_leave_late(
     client_and_engines, short_dir, kind, count, says, log_lines
 ):
-    """On a connection that is older than those of the engines that are here."""
+    """On a connection beside those of the engines that are here."""
     addresses = [f"ipc://{short_dir}/{name}" for name in "hio"]
     if kind == "tcp":
         addresses = [f"tcp://127.0.0.1:{port}" for port in free_ports(3)]
@@ -441,23 +441,6 @@ def test_an_engine_of_an_earlier_client_takes_its_leave_late(
     eventually(lambda: not client.engines[-1].alive)
 
 
-def test_sentinel_of_an_engine_that_was_told_twice_where_to_dial(client_and_engines, peers):
-    """It had dialled in when it asked again: that connection is its own all the same."""
-    bound = tszmq.Client.bind("tcp://127.0.0.1:*")
-    connecting = in_thread(bound.connect)
-    engine = client_and_engines.engine(bound.endpoints.handshake, 0)
-    engine.hello()
-    output = engine.wait_init()["addresses"]["outputs"][0]
-    dialled = peers(zmq.PUSH, output, wait=True)
-    engine.connect()
-    with connecting.result(PATIENCE) as client:
-        call = in_thread(client.generate, [1])
-        engine.recv_add()
-        dialled.send(b"ENGINE_CORE_DEAD")
-        with pytest.raises(tszmq.EngineDead, match="ENGINE_CORE_DEAD"):
-            call.result(PATIENCE)
-
-
 def test_last_words_are_believed_whose_connection_is_gone(client_and_engines, monkeypatch):
     """By the time that the control thread has had its say."""
     client, [engine] = client_and_engines()
@@ -476,28 +459,42 @@ def test_last_words_are_believed_whose_connection_is_gone(client_and_engines, mo
     assert looks
 
 
-def test_connections_are_numbered_as_they_come_and_keep_it_when_they_go():
+def test_what_is_known_of_a_connection_that_closes():
     with zmq.Context() as context:
-        socket = context.socket(zmq.PULL)
-        port = socket.bind_to_random_port("tcp://127.0.0.1")
-        monitor = Monitor(socket)
+        pull = context.socket(zmq.PULL)
+        port = pull.bind_to_random_port("tcp://127.0.0.1")
+        monitor = Monitor(pull, asks_who=True)
+
+        def dial() -> tuple[zmq.Socket[bytes], int]:
+            push = context.socket(zmq.PUSH)
+            push.connect(f"tcp://127.0.0.1:{port}")
+            push.send(b"")
+            fd = source_fd(pull.recv(copy=False))
+            eventually(lambda: monitor.is_open(fd))
+            return push, fd
+
         try:
-            for number in range(1, 4):
-                assert monitor.num_accepted() == number - 1
-                push = context.socket(zmq.PUSH)
-                push.connect(f"tcp://127.0.0.1:{port}")
-                push.send(b"")
-                fd = source_fd(socket.recv(copy=False))
-                eventually(lambda fd=fd: monitor.is_open(fd))
-                assert monitor.number(fd) == number
+            (first, one), (second, two) = dial(), dial()
+            assert monitor.departure(one) == Departure(None, {two: None}, 2)
+            first.close(0)
+            eventually(lambda: not monitor.is_open(one))
+            assert monitor.departure(one) == Departure(None, {two: None}, 2)
+            assert not monitor.came_back(None, 2)
+            third, _ = dial()
+            assert monitor.came_back(None, 2)
+            assert monitor.came_back(5, 2)  # over tcp no process is known
+            # Somebody who looks whether the port is open.
+            monitor.closed_descriptors()
+            with socket.create_connection(("127.0.0.1", port)):
+                eventually(lambda: monitor.came_back(None, 3))
+            closed = eventually(monitor.closed_descriptors)
+            assert [monitor.departed[fd].others for fd in closed] == [None]
+            for push in (second, third):
                 push.close(0)
-                eventually(lambda fd=fd: not monitor.is_open(fd))
-                assert monitor.number(fd) == number
-            assert monitor.number(-1) is None
         finally:
-            socket.disable_monitor()
+            pull.disable_monitor()
             monitor.close()
-            socket.close(0)
+            pull.close(0)
 
 
 def free_ports(count: int) -> list[int]:

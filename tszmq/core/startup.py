@@ -2,6 +2,9 @@
 
     (unknown) --HELLO, INIT sent--> GREETED --READY--> READY --registration--> REGISTERED
     GREETED and READY may be left by the registration in either order: it is on another socket.
+    GREETED --connection closed--> (gone) --READY or registration, its place still free--> ...
+    Engines load for minutes, and say HELLO once: one whose connection broke dials in again by
+    itself and goes on where it was.
     REGISTERED --death--> DEAD --HELLO, INIT sent--> GREETED ...
 
 A HELLO with the index of a living engine is kept waiting: engines say it once, and the one
@@ -39,6 +42,7 @@ class Startup:
         self._stages: dict[int, Stage] = {}
         self._waiting: dict[int, int] = {}  # index -> the connection that said HELLO
         self._greeted_by: dict[int, int] = {}
+        self._gone: set[int] = set()  # said HELLO, were sent INIT, and their connection closed
         self.ignored = 0
         """Messages of strangers on the handshake socket."""
 
@@ -47,8 +51,7 @@ class Startup:
         stage = self._stages.get(index)
         if stage is Stage.GREETED and self._greeted_by.get(index) == connection:
             return True  # engines say it once: that before was a predecessor's last word
-        full = stage is None and len(self._stages) >= self.expected
-        if full or (stage is not None and stage is not Stage.DEAD):
+        if not self._is_vacant(index):
             self._waiting[index] = connection
             return False
         self._greet(index, connection)
@@ -56,6 +59,7 @@ class Startup:
 
     def _greet(self, index: int, connection: int) -> None:
         self._waiting.pop(index, None)
+        self._gone.discard(index)
         self._stages[index] = Stage.GREETED
         self._greeted_by[index] = connection
 
@@ -65,9 +69,18 @@ class Startup:
 
     def ready(self, index: int) -> bool:
         """An engine said READY; False when nobody expected that of it."""
-        if self._stages.get(index) is Stage.GREETED:
+        if self._stages.get(index) is Stage.GREETED or self._may_return(index):
+            self._gone.discard(index)
             self._stages[index] = Stage.READY
         return index in self._stages
+
+    def _may_return(self, index: int) -> bool:
+        """Whether this one's connection closed during its start-up, and its place is free."""
+        return index in self._gone and self._is_vacant(index)
+
+    def _is_vacant(self, index: int) -> bool:
+        stage = self._stages.get(index)
+        return stage is Stage.DEAD or (stage is None and len(self._stages) < self.expected)
 
     def is_greeted(self, index: int) -> bool:
         """Whether the engine was sent INIT and has not said READY."""
@@ -75,10 +88,11 @@ class Startup:
 
     def expects_registration(self, index: int) -> bool:
         """Whether the engine was sent INIT and has not registered."""
-        return self._stages.get(index) in (Stage.GREETED, Stage.READY)
+        return self._stages.get(index) in (Stage.GREETED, Stage.READY) or self._may_return(index)
 
     def registered(self, index: int) -> None:
         """An engine registered, which was expected."""
+        self._gone.discard(index)
         self._stages[index] = Stage.REGISTERED
 
     def died(self, index: int) -> list[int]:
@@ -109,6 +123,7 @@ class Startup:
             if greeted == connection:
                 del self._greeted_by[index]
                 if self._stages.get(index) is Stage.GREETED:
+                    self._gone.add(index)
                     return index
         return None
 
@@ -125,9 +140,7 @@ class Startup:
         """Greet those kept waiting whose place has become free."""
         served = []
         for index, connection in list(self._waiting.items()):
-            stage = self._stages.get(index)
-            vacant = stage is None and len(self._stages) < self.expected
-            if vacant or stage is Stage.DEAD:
+            if self._is_vacant(index):
                 self._greet(index, connection)
                 served.append(index)
         return served
@@ -153,10 +166,13 @@ class Startup:
             if stage in (Stage.GREETED, Stage.READY)
         ]
         parts = [_few(coming, "; ")] if coming else []
-        silent = self.expected - len(self._stages)
-        if silent:
+        gone = sorted(self._gone - set(self._stages))
+        if gone:
+            parts.append(f"gone after HELLO, before READY: {_few(gone)}")
+        silent = self.expected - len(self._stages) - len(gone)
+        if silent > 0:
             # Ranks are numbered from 0 unless somebody chose otherwise.
-            named = [i for i in range(self.expected) if i not in self._stages]
+            named = [i for i in range(self.expected) if i not in self._stages and i not in gone]
             guess = ""
             if len(named) == silent and all(i < self.expected for i in self._stages):
                 guess = f" ({_few(named)}, if they are numbered from 0)"

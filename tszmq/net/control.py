@@ -143,14 +143,12 @@ class _Control:
             settings.parallel_config,
             self._connections,
             sockets.monitors[0].is_open,
-            before_init=self._invite,
+            before_init=self._allow_takeovers,
         )
         self._outbox = Outbox(self._input, settings.send_timeout)
         self._silence = SilenceWatch(settings.silence_timeout, settings.silence_warning)
         self._links: dict[int, _Link] = {}
         self._index_of: dict[int, int] = {}  # input connection -> engine index
-        # Engine index -> output connections that were there before it was told where to dial.
-        self._before: dict[int, int] = {}
         self._timers = Timers()
         self._losses = Losses(
             shared,
@@ -301,12 +299,6 @@ class _Control:
         """Only while an engine is on its way may one that dials in take an identity in use."""
         self._input.setsockopt(zmq.ROUTER_HANDOVER, int(self._startup.pending()))
 
-    def _invite(self, index: int) -> None:
-        """An engine is about to be told where to dial."""
-        # Told again, it may have dialled in already: the first time counts until it is dead.
-        self._before.setdefault(index, self._sockets.monitors[2].num_accepted())
-        self._allow_takeovers()
-
     def _publish_muster(self) -> None:
         self._allow_takeovers()
         self._shared.muster = Muster(
@@ -371,7 +363,6 @@ class _Control:
             return
         self._abort(item.requests)  # it may still read, even if nobody can read it
         del self._links[item.engine_index]
-        self._before.pop(item.engine_index, None)
         self._index_of.pop(link.connection, None)
         self._outbox.forget(item.engine_index)
         if link.lockstep:
@@ -388,17 +379,8 @@ class _Control:
                 self._begin_death(index, text, grace=0.0)
 
     def _suspect(self, item: mail.Suspect) -> None:
-        # Engines of an earlier client dial in, too, and take their leave some time: before those
-        # that were told to.
-        monitor = self._sockets.monitors[2]
-        number = monitor.number(item.fd)
-        innocent = [
-            index
-            for index, before in self._before.items()
-            if number is not None and number <= before
-        ]
-        gone = monitor.departure(item.fd)
-        order = Blame(item.fd, item.reason, item.unreadable, frozenset(innocent), item.sole, gone)
+        gone = self._sockets.monitors[2].departure(item.fd)
+        order = Blame(item.fd, item.reason, item.unreadable, item.sole, gone)
         # The culprit's connections usually close now and tell who it was.
         self._at(_BLAME_GRACE if item.sole is None else 0.0, partial(self._order, order))
 

@@ -54,7 +54,7 @@ class Greeter:
         parallel_config: Mapping[str, Any],
         connections: Connections,
         is_open: Callable[[int], bool],
-        before_init: Callable[[int], object],
+        before_init: Callable[[], object],
     ) -> None:
         self.socket = socket
         self._before_init = before_init
@@ -149,7 +149,7 @@ class Greeter:
             self._address_for(index, self._endpoints.output or ""),
             self._parallel_config,
         )
-        self._before_init(index)
+        self._before_init()
         try:
             self.socket.send_multipart([engine_identity(index), init], zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -170,7 +170,7 @@ class Greeter:
         """A connection closed; one that is not of this socket means nothing."""
         index = self._startup.handshake_closed(connection)
         if index is not None:
-            log.warning("tszmq: engine %d went away during its start-up", index)
+            self.warn(f"engine {index} went away during its start-up")
             self._fail(index)
 
     def replace(self, indices: list[int]) -> None:
@@ -178,7 +178,7 @@ class Greeter:
         still = self._startup.stalled()
         for index in indices:
             if index in still:
-                log.warning("tszmq: engine %d said READY and never registered", index)
+                self.warn(f"engine {index} said READY and never registered")
                 self._fail(index)
 
     def _fail(self, index: int) -> None:

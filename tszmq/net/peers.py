@@ -7,7 +7,7 @@ import errno
 import os
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 
@@ -120,19 +120,25 @@ class Connections:
         return fd in self._seen
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen
 class Departure:
     """A connection that closed.
 
     Attributes:
         pid: The process that had the other end, where it is known.
-        others: Descriptors of those that were open then; None when it was nobody that speaks ZMTP.
+        others: Descriptors of those that were open then, each with the process in the same way;
+            None when it was nobody that speaks ZMTP.
         accepted: How many had been accepted until then.
     """
 
     pid: int | None
-    others: frozenset[int] | None
+    others: Mapping[int, int | None] | None
     accepted: int
+
+
+def _may_be(pid: int | None, other: int | None) -> bool:
+    """Whether two processes may be the same, as far as they are known."""
+    return pid == other or not {None, CLOSED}.isdisjoint((pid, other))
 
 
 class Attribution:
@@ -205,13 +211,17 @@ class Attribution:
 
     def bereft(self, gone: Departure, alive: Sequence[int]) -> list[int]:
         """The engines one of which a connection may have been that is nobody's as far as is known,
-        and that closed or is about to: those that have no other."""
-        assert gone.others is not None
-        silent = [index for index in alive if self._fds.get(index) not in gone.others]
-        if gone.pid not in (None, CLOSED):
-            return [index for index in silent if self._pids.get(index) in (None, gone.pid)]
-        unnamed = [fd for fd in gone.others if fd not in self._engines]
-        # As long as each may have one of these, it was a stranger's.
+        and that closed or is about to: those that have no other. None of them, as long as each may
+        have one of those that are left: then it was a stranger's."""
+        others = gone.others or {}
+        silent = [
+            index
+            for index in alive
+            if self._fds.get(index) not in others and _may_be(self._pids.get(index), gone.pid)
+        ]
+        unnamed = [
+            fd for fd, pid in others.items() if fd not in self._engines and _may_be(pid, gone.pid)
+        ]
         return silent if len(unnamed) < len(silent) else []
 
     def suspects(self, fd: int, alive: list[int]) -> list[int]:

@@ -94,7 +94,6 @@ class Blame:
     """Nothing else told who sent this: every engine that may have is dead.
 
     Attributes:
-        innocent: Those that cannot have.
         sole: The only one that may have, when it came; None to look again.
         gone: What is known of the connection, which may be there still.
     """
@@ -102,7 +101,6 @@ class Blame:
     fd: int
     reason: str
     unreadable: bool
-    innocent: frozenset[int]
     sole: int | None
     gone: Departure
 
@@ -402,7 +400,7 @@ class _Receiver:
         # A connection may be gone by now: who may have had it is looked up while it is there.
         sole = order.sole
         suspects = self._suspects(order.fd, order.unreadable) if sole is None else [sole]
-        guilty = [index for index in suspects if index not in order.innocent]
+        guilty = suspects
         if not self._sources.is_known(order.fd):
             with self._shared.state as flights:
                 alive = flights.routing.alive_indices()

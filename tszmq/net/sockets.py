@@ -167,7 +167,7 @@ class Monitor:
         pid = self._open.pop(fd, None)
         failing, self._failing = self._failing, False
         if self._asks:
-            others = None if failing else frozenset(self._open)
+            others = None if failing else dict(self._open)
             self.departed[fd] = Departure(pid, others, self._accepted)
         self._closed.append(fd)
 
@@ -186,22 +186,13 @@ class Monitor:
         self._read()
         return fd in self._open
 
-    def num_accepted(self) -> int:
-        """How many connections have been accepted so far."""
-        self._read()
-        return self._accepted
-
-    def number(self, fd: int) -> int | None:
-        """Which of them, in order, was there last; None when none was."""
-        self._read()
-        return self._numbers.get(fd)
-
     def departure(self, fd: int) -> Departure:
         """What is known of the last connection there, as if it closed now if it has not."""
         self._read()
         if fd not in self._open and fd in self.departed:
             return self.departed[fd]
-        return Departure(self._open.get(fd), frozenset(self._open) - {fd}, self._accepted)
+        others = {other: pid for other, pid in self._open.items() if other != fd}
+        return Departure(self._open.get(fd), others, self._accepted)
 
     def came_back(self, pid: int | None, accepted: int) -> bool:
         """Whether a process made a connection after that many had been accepted, and has it; as
