@@ -13,7 +13,13 @@ from typing import Any, overload
 
 from tszmq.checks import shown, whole_number
 from tszmq.core.calls import Call
-from tszmq.errors import DeadlineExceeded, EngineDead, InvalidRank, RequestRejected
+from tszmq.errors import (
+    DeadlineExceeded,
+    EngineDead,
+    InvalidRank,
+    InvalidRequest,
+    RequestRejected,
+)
 from tszmq.net import mailbox as mail
 from tszmq.net.gate import Gate
 from tszmq.net.session import Session
@@ -135,7 +141,7 @@ class EngineCalls:
         timeout: float | None = None,
     ) -> Any:
         """Undo ``sleep``; ``tags`` (``"weights"``, ``"kv_cache"``) wakes parts."""
-        parts = None if tags is None else list(tags)
+        parts = None if tags is None else _items(tags, "tags")
         return self.utility("wake_up", parts, engine_index=engine_index, timeout=timeout)
 
     @overload
@@ -228,7 +234,12 @@ class EngineCalls:
 
         ``timeout`` bounds both the engine's waiting and ours.
         """
-        call = (method, timeout, list(args), None if kwargs is None else dict(kwargs))
+        if not isinstance(method, str):
+            raise TypeError(f"method must be a str, got {shown(method)}")
+        if not method:
+            raise InvalidRequest("method is empty: name a method of the workers")
+        keywords = None if kwargs is None else _mapping(kwargs, "kwargs")
+        call = (method, timeout, _items(args, "args"), keywords)
         return self.utility("collective_rpc", *call, engine_index=engine_index, timeout=timeout)
 
     def init_weight_transfer(
@@ -239,7 +250,7 @@ class EngineCalls:
         timeout: float | None = None,
     ) -> Any:
         """Prepare the workers for weights from a trainer (``--weight-transfer-config``)."""
-        call = ("init_weight_transfer_engine", None, [dict(init_info)], None)
+        call = ("init_weight_transfer_engine", None, [_mapping(init_info, "init_info")], None)
         return self.utility("collective_rpc", *call, engine_index=engine_index, timeout=timeout)
 
     def update_weights(
@@ -250,8 +261,21 @@ class EngineCalls:
         timeout: float | None = None,
     ) -> Any:
         """Take new weights from the trainer; ``pause`` first."""
-        call = ("update_weights", None, [dict(update_info)], None)
+        call = ("update_weights", None, [_mapping(update_info, "update_info")], None)
         return self.utility("collective_rpc", *call, engine_index=engine_index, timeout=timeout)
+
+
+def _items(value: object, what: str) -> list[object]:
+    """A sequence of the caller's as the wire has it; a text is one too, and never meant."""
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        raise TypeError(f"{what} must be a sequence, got {shown(value)}")
+    return list(value)
+
+
+def _mapping(value: object, what: str) -> dict[Any, object]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{what} must be a mapping, got {shown(value)}")
+    return dict(value)
 
 
 def _answer(call: Call, method: str, timeout: float | None, deadline: float | None) -> Any:

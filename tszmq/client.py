@@ -164,6 +164,8 @@ class Client(BulkCalls, EngineCalls):
             raise TypeError(f"allow_remote must be True or False, got {shown(allow_remote)}")
         checked = check_endpoints(endpoints, allow_remote)
         _check_policy(policy)
+        if parallel_config is not None and not isinstance(parallel_config, Mapping):
+            raise TypeError(f"parallel_config must be a mapping, got {shown(parallel_config)}")
         encode_init("", "", parallel_config)  # refuses what cannot be sent
         engine_count = _check_count(engine_count, "engine_count", 65536)
         if max_inflight is not None:

@@ -68,7 +68,7 @@ def read_model(directory: str | os.PathLike[str], *, ends_needed: bool = True) -
         InvalidRequest: There is no such model, its files cannot be read, or none of them names
             an end token.
     """
-    path = os.fspath(directory)
+    path = os.fspath(directory) if isinstance(directory, (str, os.PathLike)) else None
     if not isinstance(path, str):
         raise TypeError(f"model must be a path, got {shown(directory)}")
     config = _read_json(path, _CONFIG)
