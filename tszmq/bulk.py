@@ -6,7 +6,6 @@ import itertools
 import math
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from functools import partial
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["as_completed", "generate_many", "stream_many"]
 
+_PACKAGE = __name__.partition(".")[0]
 _WINDOW = 1024  # requests in flight of one call, unless the engines run more
 
 
@@ -138,7 +138,7 @@ class _Batch:
         self._settled: deque[tuple[int, Any]] = deque()  # ended, not handed out
         # Those that will not be pulled, of which there may be millions, and why.
         self._given_up = range(0)
-        self._why: Callable[[], Exception] = self._too_late
+        self._why: Callable[[], Exception] | None = None
         self._held: Prepared | None = None  # no place yet
         self._queued = False  # the ticket may be in the queue, or granted a place
         self._exhausted = False
@@ -344,7 +344,7 @@ class _Batch:
         assert timeout is not None
         withdraw_all(self._session, list(self._unfinished.values()), deadline_passed(timeout))
         self._cut_off |= self._total is None and not self._exhausted
-        self._give_up_rest(self._too_late)
+        self._give_up_rest(partial(_too_late, timeout))
 
     def _is_cut_short(self) -> bool:
         """Whether a prompt was left although no outcome tells of the deadline: then that prompt's
@@ -357,13 +357,8 @@ class _Batch:
         if index < 0:
             return False
         self._pulled = index + 1
-        self._settled.append((index, self._too_late()))
+        self._settled.append((index, _too_late(self._timeout)))
         return True
-
-    def _too_late(self) -> DeadlineExceeded:
-        return DeadlineExceeded(
-            f"the batch's timeout of {self._timeout} s passed before this prompt was sent"
-        )
 
     def _settle(self) -> Iterator[tuple[int, Any]]:
         """Hand out what has ended, or raise the first error."""
@@ -384,6 +379,7 @@ class _Batch:
         if self._settled:
             return self._settled.popleft()
         index, self._given_up = self._given_up[0], self._given_up[1:]
+        assert self._why is not None
         return index, self._why()
 
     def check_process(self) -> None:
@@ -428,12 +424,21 @@ class _Batch:
                 self._session.check_process()
 
 
+def _too_late(timeout: float | None) -> DeadlineExceeded:
+    return DeadlineExceeded(
+        f"the batch's timeout of {timeout} s passed before this prompt was sent"
+    )
+
+
 def _let_go(error: Exception) -> None:
-    """An error that is kept must not keep the prompt: its traceback goes on to say where it comes
-    from, without this module's frame and without the variables of those below."""
-    below = error.__traceback__.tb_next if error.__traceback__ else None
-    traceback.clear_frames(below)
-    error.__traceback__ = below
+    """An error that is kept must not keep its prompt, which the frames of a traceback do. One that
+    the caller's own code raised keeps it: it says where."""
+    innermost = error.__traceback__
+    while innermost is not None and innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    raised_in = innermost.tb_frame.f_globals.get("__name__", "") if innermost else ""
+    if raised_in.partition(".")[0] == _PACKAGE:
+        error.__traceback__ = None
 
 
 def _again(error: Exception) -> Exception:
