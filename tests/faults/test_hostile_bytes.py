@@ -35,7 +35,7 @@ from tests.mock_engine import (
 from tszmq import SamplingParams
 from tszmq.net.control import _Control
 from tszmq.net.mailbox import Do
-from tszmq.net.peers import CLOSED, Departure
+from tszmq.net.peers import CLOSED, Attribution, Departure, inode
 from tszmq.net.receiver import Joined
 from tszmq.net.sockets import WAKE, Monitor, source_fd
 
@@ -228,6 +228,64 @@ def test_strangers_that_come_and_go_on_the_output_socket(live, peers):
         for _ in range(chance.randrange(1, 8)):
             junk.send(chance.choice([b"\xc1", b"ENGINE_CORE_DEAD", BATCH[:-1], BATCH]))
         junk.close(linger=chance.choice([0, 200]))
+
+
+TCP = tszmq.Endpoints(handshake=LOOPBACK, input=LOOPBACK, output=LOOPBACK)
+
+
+@pytest.mark.parametrize("kind", ["tcp", "ipc"])
+def test_a_batch_without_rows_proves_nothing(
+    client_and_engines, peers, log_lines, monkeypatch, kind
+):
+    """Anybody can name an engine, such as one of an earlier client that is idle: neither is its
+    load believed, nor is the engine hurt when that connection closes. A process that has several
+    engines is believed, and does not tell by that which of its connections is whose."""
+    monkeypatch.setattr("tszmq.net.control._CUT_OFF_GRACE", 0.0)
+    closed: list[int] = []
+    notice = Attribution.closed
+
+    def note(sources, fd, *args):
+        gone = inode(fd) is None
+        index = notice(sources, fd, *args)
+        if gone:  # else it is looked at again
+            closed.append(fd)
+        return index
+
+    monkeypatch.setattr(Attribution, "closed", note)
+    client, [engine, _] = client_and_engines(2, endpoints=TCP if kind == "tcp" else LOOPBACK)
+    stream = client.stream([1], LONG, data_parallel_rank=0)
+    rid = engine.recv_add().rid
+    stranger = peers(zmq.PUSH, client.endpoints.output, wait=True)
+    stranger.send(encode_batch([], Load(7, 3), 0))
+    stranger.send(b"\xc1")
+    eventually(lambda: [line for line in log_lines if "dropped" in line])  # both have been read
+    assert waiting_at(client) == (None if kind == "tcp" else 3)
+    stranger.close()
+    eventually(lambda: closed)
+    stays_true(lambda: not stream.finished, 0.2)
+    answer_one(client, engine)
+    engine.tokens(rid, [5], "stop")
+    assert stream.result(PATIENCE).token_ids == [5]
+
+
+@pytest.mark.parametrize("known_by", ["its rows", "its process"])
+def test_a_batch_without_rows_tells_the_load_of_a_known_engine(client_and_engines, known_by):
+    """On its own connection, whatever tells that it is."""
+    client, [engine] = client_and_engines(endpoints=TCP if known_by == "its rows" else LOOPBACK)
+    with client.stream([1], LONG):
+        rid = engine.recv_add().rid
+        if known_by == "its rows":
+            engine.tokens(rid, [5])
+        engine.send_batch([], Load(7, 3))
+        eventually(lambda: waiting_at(client) == 3)
+        engine.send_batch([], Load(7, 4))
+        eventually(lambda: waiting_at(client) == 4)
+
+
+def waiting_at(client: tszmq.Client) -> int | None:
+    """What the engine said of its queue."""
+    load = client.load(0)
+    return None if load is None else load.num_waiting
 
 
 def test_an_engine_that_is_now_and_then_unreadable_fills_no_log(client_and_engines, log_lines):

@@ -6,8 +6,11 @@ import contextlib
 import os
 import threading
 import time
+from typing import Any
 
+import msgspec
 import pytest
+import zmq
 
 import tszmq
 from tests.client_fixtures import answer_one, inflight
@@ -20,7 +23,10 @@ from tests.mock_engine import (
     predicted,
     stays_true,
 )
-from tszmq import SamplingParams
+from tszmq import Client, SamplingParams
+from tszmq.codec import unpack
+from tszmq.net.receiver import _MOST_FRAMES
+from tszmq.sim import expected_tokens
 
 pytestmark = pytest.mark.timeout(45)
 
@@ -212,10 +218,16 @@ def test_callers_wait_for_places_while_one_engine_stalls(client_and_engines):
 # --- messages above the limit ------------------------------------------------------------------
 
 LIMIT = 1 << 20
+TOO_LARGE = {  # sizes of the frames
+    "alone": [LIMIT + 1],
+    "together": [LIMIT // 2 + 1] * 2,
+    "too many": [0] * (_MOST_FRAMES + 1),
+}
 
 
+@pytest.mark.parametrize("sizes", TOO_LARGE.values(), ids=TOO_LARGE)
 def test_a_message_above_the_limit_ends_the_requests_it_may_have_been_for(
-    client_and_engines, endpoints
+    client_and_engines, endpoints, sizes
 ):
     """It is refused unread and what it held is lost: an error says so, and only there."""
     client, engines = client_and_engines(2, endpoints=endpoints, max_message_bytes=LIMIT)
@@ -225,7 +237,7 @@ def test_a_message_above_the_limit_ends_the_requests_it_may_have_been_for(
         engine.tokens(rid, [5])
     for stream in streams:
         assert next(stream).token_ids == [5]
-    engines[0].send_raw([b"\xff" * (LIMIT + 1)])
+    engines[0].send_raw([b"\xff" * size for size in sizes])
     with pytest.raises(tszmq.DecodeError) as caught:
         streams[0].result(PATIENCE)
     assert caught.value.engine_index == 0
@@ -264,6 +276,107 @@ def test_a_message_just_below_the_limit_is_read(client_and_engines):
     tokens = list(range(150_000, 350_000))
     engine.tokens(rid, tokens, "stop")
     assert stream.result(PATIENCE).token_ids == tokens
+
+
+@pytest.mark.embedded
+@pytest.mark.parametrize("name", ["alone", "together"])
+def test_a_message_above_the_limit_ends_the_calls_it_may_have_answered(name: str) -> None:
+    """Together with the requests of that engine, which lives; another's are not hurt."""
+    with Client.embedded(2, protocol="vllm", step_ms=5, max_message_bytes=LIMIT) as client:
+        params = SamplingParams(max_tokens=4000)
+        streams = [client.stream([1], params, data_parallel_rank=index) for index in (0, 1)]
+        for stream in streams:
+            next(stream)
+        calls = [  # answered when the engine has nothing left to do
+            in_thread(client.utility, "pause_scheduler", "wait", engine_index=index)
+            for index in (0, 1)
+        ]
+        eventually(lambda: unanswered(client) == 2)
+        assert client.fleet is not None
+        client.fleet.send(0, "garbage " + ",".join("ff" * size for size in TOO_LARGE[name]))
+        for wait in (streams[0].result, calls[0].result):
+            with pytest.raises(tszmq.DecodeError, match="too large") as caught:
+                wait(PATIENCE)
+            assert caught.value.engine_index == 0
+        assert next(streams[1]).token_ids
+        assert not calls[1].done()
+        assert (inflight(client), unanswered(client)) == ([0, 1], 1)
+        streams[1].close()
+        assert calls[1].result(PATIENCE) is None
+        assert [info.alive for info in client.engines] == [True, True]
+        client.resume()
+        for index in (0, 1):
+            done = in_thread(client.generate, [1], data_parallel_rank=index).result(PATIENCE)
+            assert done.finish_reason == "length"
+
+
+def unanswered(client: Client) -> int:
+    """Calls that wait for an answer."""
+    with client._session.shared.state as flights:
+        return len(flights.calls.unanswered())
+
+
+@pytest.mark.embedded
+def test_an_answer_above_the_limit() -> None:
+    """Also when it is the first that the engine says: it does not come again."""
+    with Client.embedded(1, protocol="vllm", max_message_bytes=LIMIT) as client:
+        for _ in range(2):
+            call = in_thread(client.collective_rpc, "echo", args=[bytes(LIMIT)], engine_index=0)
+            with pytest.raises(tszmq.DecodeError, match="answer to the call") as caught:
+                call.result(PATIENCE)
+            assert caught.value.engine_index == 0
+            assert unanswered(client) == 0
+            done = in_thread(client.generate, [1]).result(PATIENCE)
+            assert done.finish_reason == "length"
+
+
+@pytest.mark.parametrize("how", ["too large", "broken"])
+def test_a_call_whose_answer_may_be_lost_with_its_connection(client_and_engines, how: str) -> None:
+    """The engine lives, but whoever asked it would wait for ever."""
+    client, [engine] = client_and_engines(protocol="vllm", max_message_bytes=LIMIT)
+    call, _ = ask(client, engine)
+    if how == "too large":
+        engine.send_raw([bytes(LIMIT + 1)])
+    else:
+        engine.output.close()
+    with pytest.raises(tszmq.DecodeError, match="the connection broke") as caught:
+        call.result(PATIENCE)
+    assert caught.value.engine_index == 0
+    assert client.is_alive
+    if how == "broken":
+        engine.output = engine._socket(zmq.PUSH)
+        engine.output.connect(engine.init["addresses"]["outputs"][0])
+    call, call_id = ask(client, engine)
+    answer = [0, [], None, 1.0, [call_id, None, [None, True]], None, None, None, None]
+    engine.send_raw([msgspec.msgpack.encode(answer)])
+    assert call.result(PATIENCE) is True
+
+
+def ask(client: Client, engine: MockEngine) -> tuple[Any, int]:
+    """A call that has reached the engine, and its number there."""
+    call = in_thread(client.is_sleeping, engine_index=0)
+    assert engine.input is not None
+    assert engine.input.poll(round(PATIENCE * 1000))
+    kind, body = engine.input.recv_multipart()
+    assert kind == b"\x03"
+    return call, unpack(body)[1]
+
+
+@pytest.mark.embedded
+def test_a_message_of_large_frames_is_read_whole() -> None:
+    """Alternatives of thousands of prompt tokens: more than any batch of new tokens can be."""
+    options: dict[str, Any] = {"max_num_seqs": 1, "max_model_len": 20_000}
+    with Client.embedded(1, protocol="vllm", **options) as client:
+        prompt = list(range(1, 8001))
+        params = SamplingParams(max_tokens=2, prompt_logprobs=20)
+        done = in_thread(client.generate, prompt, params).result(PATIENCE)
+        assert done.token_ids == expected_tokens(prompt, 2)
+        assert done.prompt_logprobs is not None
+        assert len(done.prompt_logprobs) == 8000
+        assert all(each and len(each) == 21 for each in done.prompt_logprobs[1:])
+        large = bytes(3 << 20)
+        call = in_thread(client.collective_rpc, "echo", args=[large], engine_index=0)
+        assert call.result(PATIENCE) == [{"method": "echo", "args": [large], "kwargs": {}}]
 
 
 @pytest.mark.parametrize("where", ["handshake", "input", "output"])

@@ -220,6 +220,18 @@ def test_before_that_the_process_tells(sources):
     assert sources.suspects(10, [1]) == []
 
 
+def test_whose_a_connection_is_known_to_be(sources):
+    """By a batch that came there, or by the process that has it; by nothing else."""
+    assert [sources.is_of(10, index) for index in (0, 1)] == [True, False]
+    assert not sources.is_of(12, 0)  # nothing tells
+    assert not sources.is_of(13, 0)  # gone
+    sources.join(2, None)
+    assert not sources.is_of(12, 2)
+    sources.learn(0, 12)
+    assert [sources.is_of(12, index) for index in (0, 1)] == [True, False]
+    assert not sources.is_of(10, 0)  # its process's, and another connection
+
+
 def test_where_nothing_tells_all_that_are_not_known_are_suspects(sources):
     assert sources.suspects(12, [0, 1]) == [0, 1]
     sources.learn(0, 10)
