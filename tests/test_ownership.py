@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -369,6 +370,56 @@ def test_threads_have_orders_of_their_own():
 
     with state:
         assert in_thread(take_readers).result(PATIENCE)
+
+
+class Steps:
+    """A thread's stack, which counts how far down it was looked at."""
+
+    def __init__(self, frame: FrameType | None, count: list[int]) -> None:
+        self.frame = frame
+        self._count = count
+
+    @property
+    def f_lasti(self) -> int:
+        return -1 if self.frame is None else self.frame.f_lasti
+
+    @property
+    def f_back(self) -> Steps | None:
+        self._count[0] += 1
+        back = None if self.frame is None else self.frame.f_back
+        return None if back is None else Steps(back, self._count)
+
+
+def test_a_check_does_not_look_through_the_stack_for_blocks_that_have_ended(monkeypatch):
+    """However deep it is: only for a lock that is still waited for further down."""
+    look, looks, steps = CHECKED._about_to_be_taken, [], [0]
+
+    def counted(entries, frame):
+        looks.append(list(entries))
+        return look(entries, Steps(frame, steps))
+
+    monkeypatch.setattr(CHECKED, "_about_to_be_taken", counted)
+    state, readers = (
+        CHECKED.mutex(CHECKED.Level.STATE, Value()),
+        CHECKED.lock(CHECKED.Level.READERS),
+    )
+
+    def block() -> None:
+        with readers:
+            with state as value:
+                value.add(1)
+
+    def use(depth: int) -> None:
+        if depth:
+            use(depth - 1)
+        block()
+        block()
+
+    in_thread(use, 100).result(PATIENCE)  # a thread with nothing on its account
+    assert looks == [[]] * 404
+    assert steps == [0]
+    with state as value:
+        assert value.number == 202
 
 
 def test_a_value_used_after_its_block_is_reported():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,7 +25,9 @@ from tests.client_fixtures import (
 from tests.core.parts import interrupt_everywhere
 from tests.mock_engine import PATIENCE, UNIT, eventually, in_thread, predicted, stays_true
 from tszmq import SamplingParams
+from tszmq.bulk import _Batch
 from tszmq.ownership import CHECKED
+from tszmq.progress import Meter, meter
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -285,6 +289,101 @@ def test_ending_early_gives_every_place_back(client_and_engines, kind):
     assert [call.result(PATIENCE).token_ids for call in waiting] == [[50], [51]]
     engine.expect_nothing()
     assert (inflight(client), waiting_for_a_place(client)) == ([0], 0)
+
+
+class Asked:
+    """A meter that counts how often it was asked, and what it showed."""
+
+    def __init__(self, real: Meter) -> None:
+        self._real = real
+        self.times = 0
+        self.shown: list[int] = []
+
+    def is_due(self, done: int, last: bool) -> bool:
+        self.times += 1
+        return self._real.is_due(done, last)
+
+    def show(self, done: int, total: int | None, last: bool) -> None:
+        self._real.show(done, total, last)
+        self.shown.append(done)
+
+
+@pytest.mark.parametrize("progress", [True, lambda done, total: None], ids=["line", "callable"])
+def test_a_batch_that_has_no_news_to_show_keeps_its_turn(client_and_engines, monkeypatch, progress):
+    """However often it looks: it goes before those who came later."""
+    asked: list[Asked] = []
+
+    def counted(progress):
+        real = meter(progress)
+        if real is None:
+            return None
+        asked.append(Asked(real))
+        return asked[-1]
+
+    monkeypatch.setattr("tszmq.bulk.meter", counted)
+    for module in ("bulk", "progress"):
+        monkeypatch.setattr(f"tszmq.{module}.PROGRESS_SECONDS", 0.005)
+    client, [engine] = client_and_engines(max_inflight=1)
+    holder = client.stream([1])
+    rid = engine.recv_add().rid
+    batch = in_thread(client.generate_many, [[2]], progress=progress)
+    # It shows once that it has begun, and has left the queue for that.
+    eventually(lambda: asked and asked[0].shown and waiting_for_a_place(client) == 1)
+    later = in_thread(client.generate, [3])
+    eventually(lambda: waiting_for_a_place(client) == 2)
+    before = asked[0].times
+    eventually(lambda: asked[0].times > before + 5)
+    for prompt in ([2], [3]):
+        engine.tokens(rid, [5], "stop")
+        add = engine.recv_add()
+        assert add.prompt == prompt
+        rid = add.rid
+    engine.tokens(rid, [5], "stop")
+    assert [done.token_ids for done in batch.result(PATIENCE)] == [[5]]
+    assert later.result(PATIENCE).token_ids == [5]
+    assert holder.result(PATIENCE).token_ids == [5]
+    assert asked[0].shown[0] == 0
+
+
+def test_a_batch_keeps_its_turn_while_it_collects(client_and_engines, monkeypatch):
+    """Nobody else's code runs meanwhile that could take its time."""
+    waits: list[None] = []
+    wait = _Batch._wait
+
+    def counted(batch):
+        waits.append(None)
+        return wait(batch)
+
+    monkeypatch.setattr(_Batch, "_wait", counted)
+    client, [engine] = client_and_engines(max_inflight=2)
+    holders = [client.stream([n]) for n in (50, 51)]
+    held = [add.rid for add in engine.recv_adds(2)]
+    batch = in_thread(client.generate_many, [[1], [2]])
+    eventually(lambda: waiting_for_a_place(client) == 1)
+    before = in_thread(client.generate, [10])
+    eventually(lambda: waiting_for_a_place(client) == 2)
+    engine.tokens(held[0], [5], "stop")
+    first = engine.recv_add()
+    assert first.prompt == [1]
+    eventually(lambda: waiting_for_a_place(client) == 2)  # its second prompt is behind [10]
+    after = in_thread(client.generate, [11])
+    eventually(lambda: waiting_for_a_place(client) == 3 and len(waits) >= 2)
+    seen = len(waits)
+    engine.tokens(first.rid, [5], "stop")
+    rids = [engine.recv_add()]
+    assert rids[0].prompt == [10]
+    eventually(lambda: len(waits) > seen)  # it has taken the result of its first
+    for rid, prompt in ((held[1], [2]), (rids[0].rid, [11])):
+        engine.tokens(rid, [5], "stop")
+        rids.append(engine.recv_add())
+        assert rids[-1].prompt == prompt
+    for add in rids[1:]:
+        engine.tokens(add.rid, [5], "stop")
+    assert [done.token_ids for done in batch.result(PATIENCE)] == [[5], [5]]
+    for call in (before, after):
+        assert call.result(PATIENCE).token_ids == [5]
+    for stream in holders:
+        assert stream.result(PATIENCE).token_ids == [5]
 
 
 @pytest.mark.parametrize("kind", ["as_completed", "stream_many"])
@@ -1047,6 +1146,40 @@ def test_progress_may_use_the_client(client_and_engines):
     results = client.generate_many([[n + 1] for n in range(10)], SHORT, progress=progress)
     assert len(results) == 10
     assert inner == [predicted([99], 3)]
+
+
+def test_progress_is_shown_in_the_callers_thread_only(client_and_engines):
+    """Not in one where the collector ends the iterator."""
+    client, [engine] = client_and_engines()
+    threads: list[str] = []
+
+    def begin() -> Any:
+        results = client.as_completed(
+            [[1], [2]], progress=lambda *_: threads.append(threading.current_thread().name)
+        )
+        assert next(results)[0] == 0
+        cycle: list[Any] = [results]
+        cycle.append(cycle)
+        return weakref.ref(results)
+
+    beginning = in_thread(begin)
+    adds = engine.recv_adds(2)
+    engine.tokens(adds[0].rid, [5], "stop")
+    results = beginning.result(PATIENCE)
+    told = len(threads)
+    eventually(lambda: gc.collect() >= 0 and results() is None)
+    assert engine.recv_abort() == [adds[1].rid]
+    assert len(threads) == told
+    # Whoever closes it is told what there was.
+    results = client.as_completed([[1], [2]], progress=lambda done, _: threads.append(f"{done}"))
+    first = in_thread(next, results)
+    adds = engine.recv_adds(2)
+    engine.tokens(adds[0].rid, [5], "stop")
+    first.result(PATIENCE)
+    engine.tokens(adds[1].rid, [5], "stop")
+    assert next(results)[0] == 1
+    results.close()
+    assert threads[-1] == "2"
 
 
 def test_progress_may_close_the_client(client_and_engines):

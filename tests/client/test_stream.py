@@ -19,6 +19,7 @@ import tszmq
 from tests.client_fixtures import answer_one, inflight, partial_of
 from tests.mock_engine import PATIENCE, UNIT, eventually, in_thread, predicted, stays_true
 from tszmq import SamplingParams
+from tszmq.core.request import Request
 
 pytestmark = [
     pytest.mark.timeout(30),
@@ -588,6 +589,26 @@ def test_several_readers_share_one_stream(client_and_engines):
     assert tokens == list(range(301))
     assert [chunk.finish_reason for chunk in chunks].count("stop") == 1
     assert stream.result(0).token_ids == list(range(301))
+
+
+def test_close_while_a_reader_takes_a_chunk(client_and_engines, monkeypatch):
+    """The reader has that chunk, and none after it."""
+    client, [engine] = client_and_engines()
+    stream = client.stream([1])
+    rid = engine.recv_add().rid
+    engine.tokens(rid, [5])
+    chunk = Request.chunk
+
+    def closed_meanwhile(request, *args):
+        taken = chunk(request, *args)
+        in_thread(stream.close).result(PATIENCE)
+        return taken
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Request, "chunk", closed_meanwhile)
+        assert next(stream).token_ids == [5]
+    assert next(stream, "end") == "end"
+    expect_one_abort(engine, rid, client)
 
 
 def test_several_blocked_readers_all_end_when_closed(client_and_engines):

@@ -409,6 +409,46 @@ def test_who_interrupts_a_change_can_neither_submit_nor_wait(client_and_engines,
     answer_one(client, engine)
 
 
+@pytest.mark.parametrize(
+    "kind",
+    ["generate", "stream", "generate_many", "as_completed", "stream_many", "next", "result"],
+)
+def test_who_interrupts_a_change_of_another_client_cannot_wait_either(client_and_engines, kind):
+    """Whoever is served by that other client would wait for this one's engines."""
+    (client, [engine]), (other, _) = (client_and_engines(auto=True) for _ in range(2))
+    stream = client.stream([1])
+    paused = client.as_completed([[1], [2]])
+    assert stream.result(PATIENCE).token_ids == predicted([1], 16)
+    calls = {
+        "next": lambda: next(stream),
+        "result": lambda: stream.result(timeout=PATIENCE),
+        "as_completed": lambda: next(paused),
+    }
+    call = calls.get(kind) or (lambda: getattr(client, kind)([[1]] if "many" in kind else [1]))
+    with (
+        other._session.shared.state,  # as in a finalizer at this place
+        pytest.raises(RuntimeError, match="let a thread do that") as caught,
+    ):
+        call()
+    assert caught.type is RuntimeError  # not of a debug build's checks
+    assert inflight(client) == [0]
+    assert len(engine.served) == 1
+    assert client.generate([2]).token_ids == predicted([2], 16)
+
+
+@pytest.mark.embedded
+def test_who_interrupts_a_change_of_another_client_can_call_no_engine() -> None:
+    """Calls of an engine's own methods wait, too."""
+    embedded = tszmq.Client.embedded
+    with embedded(1, protocol="vllm") as client, embedded(1) as other:
+        with (
+            other._session.shared.state,
+            pytest.raises(RuntimeError, match="let a thread do that"),
+        ):
+            client.is_sleeping()
+        assert client.is_sleeping() == {0: False}
+
+
 # --- while the sockets are made ------------------------------------------------------------
 
 

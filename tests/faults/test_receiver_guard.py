@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
 import time
 
 import pytest
+import zmq
 
 import tszmq
 from tests.client_fixtures import answer_one, inflight
@@ -15,8 +17,12 @@ from tests.mock_engine import PATIENCE, eventually, in_thread, stays_true
 from tszmq import SamplingParams
 from tszmq.core.flights import Flights
 from tszmq.core.rows import Rows
+from tszmq.net.control import _Control
 from tszmq.net.greeter import Greeter
 from tszmq.net.outbox import Outbox
+from tszmq.net.receiver import Halt
+from tszmq.net.session import _release
+from tszmq.net.sockets import WAKE
 from tszmq.wire.tokenspeed_decoder import TokenSpeedDecoder
 
 pytestmark = pytest.mark.timeout(30)
@@ -158,6 +164,58 @@ def test_whatever_ends_the_control_thread_everybody_hears_of_it(
     check_closed(client, type(error))
     again = tszmq.Client.bind(client.endpoints)
     again.close()
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_whatever_ends_the_receiver_the_addresses_are_free(client_and_engines, monkeypatch, name):
+    """Without ``close()``: whoever has heard that the client is closed may make another."""
+    client, [engine] = client_and_engines()
+    stream = client.stream([1], LONG)
+    call = in_thread(lambda: list(stream))
+    rid = engine.recv_add().rid
+    owner, method, error = BUGS[name]
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, method, failing(error))
+        engine.tokens(rid, [5], "stop" if method == "_finish" else "")
+        assert isinstance(call.exception(PATIENCE), tszmq.ClientClosed)
+        assert client._session.shared.ended.wait(PATIENCE)
+    eventually(lambda: not any(thread.is_alive() for thread in client._session._threads))
+    with tszmq.Client.bind(client.endpoints) as again:
+        assert again.endpoints == client.endpoints
+    check_closed(client, type(error))
+
+
+@pytest.fixture
+def no_control(monkeypatch):
+    """No control thread can be set up; what it leaves behind is taken down afterwards."""
+    left = []
+
+    def fail(control, sockets, orders, shared, *_):
+        left.append((sockets, orders, shared))
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(_Control, "__init__", fail)
+    yield
+    for sockets, orders, shared in left:
+        with contextlib.suppress(tszmq.LockOrderError, zmq.ZMQError):
+            orders.append(Halt())
+            push = sockets.orders.take()
+            push.send(WAKE)
+            assert shared.receiver_ended.wait(PATIENCE)
+            push.close(0)
+            _release(sockets)
+            shared.mailbox.close()
+
+
+def test_a_control_thread_that_cannot_be_set_up(client_and_engines, no_control):
+    """Whoever waits for engines hears of it, and ``close()`` does not wait for it."""
+    bound = client_and_engines.bind()
+    session = bound._session
+    with pytest.raises(tszmq.ClientClosed, match="no more") as caught:
+        in_thread(bound.connect, 60).result(PATIENCE)
+    assert isinstance(caught.value.__cause__, MemoryError)
+    assert session.shared.ended.wait(PATIENCE)
+    in_thread(bound.close).result(PATIENCE)
 
 
 def test_a_failure_while_engines_are_awaited(client_and_engines, monkeypatch):

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import gc
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
 import warnings
+from typing import Any
 
 import attrs
 import pytest
 
+from tests.mock_engine import PATIENCE, eventually, in_thread
 from tests.sim.raw_frontend import DEAD, Deadline, children_of, gone, wait_until
 from tszmq.errors import InvalidRequest
 from tszmq.sim import Fleet
@@ -41,6 +44,11 @@ threading.Event().wait()
 def pids_of(parent: subprocess.Popen) -> list[int]:
     assert parent.stdout is not None
     return [int(word) for word in parent.stdout.readline().split()]
+
+
+def is_full(pipe: Any) -> bool:
+    """Whether whoever writes there has to wait."""
+    return not select.select([], [pipe], [], 0)[1]
 
 
 class TestFleet:
@@ -109,6 +117,50 @@ class TestFleet:
             fleet.send(0, "stats")
         with pytest.raises(RuntimeError):
             fleet.start(frontend.address)
+
+    @pytest.mark.parametrize("how", ["terminate", "kill", "look"])
+    def test_a_child_that_does_not_read_its_commands_holds_up_nobody(self, frontend, how):
+        """But whoever sends them: until the child is gone."""
+        fleet = Fleet()
+        fleet.start(frontend.address)
+        frontend.accept()
+        try:
+            fleet.stop(0)
+            sending = in_thread(fleet.send, 0, "garbage " + "00" * 500_000)
+            eventually(lambda: is_full(fleet._children[0].stdin))
+            assert not sending.done()
+            if how == "look":
+                assert in_thread(lambda: fleet.exit_codes).result(PATIENCE) == (None,)
+                assert len(in_thread(lambda: fleet.pids).result(PATIENCE)) == 1
+            elif how == "kill":
+                in_thread(fleet.kill, 0).result(PATIENCE)
+            else:
+                in_thread(fleet.terminate, 0).result(PATIENCE)
+        finally:
+            fleet.kill(0)
+        sending.exception(PATIENCE)  # or none, where a part of it went out
+        fleet.terminate()
+        pids = fleet.pids
+        with pytest.raises(BrokenPipeError, match="the fleet was terminated"):
+            fleet.send(0, "stats")
+        fleet.restart(0)  # nothing: somebody else was faster
+        assert fleet.pids == pids
+        assert all(gone(pid) for pid in pids)
+
+    def test_a_restart_ends_the_wait_of_whoever_sends(self, frontend):
+        """To the child that was killed for it; the new one is sent to as ever."""
+        with Fleet(capture=True) as fleet:
+            fleet.start(frontend.address)
+            frontend.accept()
+            fleet.stop(0)
+            sending = in_thread(fleet.send, 0, "garbage " + "00" * 500_000)
+            eventually(lambda: is_full(fleet._children[0].stdin))
+            in_thread(fleet.restart, 0).result(PATIENCE)
+            sending.exception(PATIENCE)
+            frontend.accept()
+            fleet.send(0, "stats")
+            for line in (b'"ready"', b'"steps"'):
+                assert line in in_thread(fleet.read_line, 0).result(PATIENCE)
 
     def test_nothing_is_left_open(self, frontend):
         script = """
