@@ -112,7 +112,7 @@ try:
             order = "taken"
 except LockOrderError:
     order = "refused"
-binder = _Binder(1000)
+binder = _Binder(1000, 1.0)
 kind = type(binder.make(zmq.PULL)).__name__
 binder.undo()
 print(CHECKED, order, kind)

@@ -1180,3 +1180,21 @@ def apply_both(
     else:
         place.flights.apply(batch, now)
         place.flights.reveal()
+
+
+def test_an_end_after_a_loss_is_an_error_where_the_wire_does_not_count() -> None:
+    """Or a short answer would look whole."""
+    place = Place()
+    lost, counted, other = (place.admit() for _ in range(3))
+    place.flights.doubt(0, "it broke")
+    later = place.admit()
+    place.apply((lost, [5], "stop"))
+    place.apply((counted, [5], "stop"), completion_tokens=[1])
+    place.apply((later, [5], "stop"))
+    assert counted.result().token_ids == later.result().token_ids == [5]
+    with pytest.raises(DecodeError, match="it broke") as caught:
+        lost.result()
+    assert caught.value.partial is not None
+    assert caught.value.partial.token_ids == [5]
+    assert other.end is None
+    place.check()

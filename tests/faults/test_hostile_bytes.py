@@ -33,7 +33,7 @@ from tests.mock_engine import (
     stays_true,
 )
 from tszmq import SamplingParams
-from tszmq.net.control import _Control
+from tszmq.net.control import _Own
 from tszmq.net.mailbox import Do
 from tszmq.net.peers import CLOSED, Attribution, Departure, inode
 from tszmq.net.receiver import Joined
@@ -240,7 +240,7 @@ def test_a_batch_without_rows_proves_nothing(
     """Anybody can name an engine, such as one of an earlier client that is idle: neither is its
     load believed, nor is the engine hurt when that connection closes. A process that has several
     engines is believed, and does not tell by that which of its connections is whose."""
-    monkeypatch.setattr("tszmq.net.control._CUT_OFF_GRACE", 0.0)
+    monkeypatch.setattr("tszmq.net.losses._GRACE", 0.0)
     closed: list[int] = []
     notice = Attribution.closed
 
@@ -393,26 +393,26 @@ def test_bytes_below_the_protocol(client_and_engines, log_lines, where, kind):
 def test_whose_a_connection_is_stays_known(client_and_engines, peers, monkeypatch):
     """The receiver may be told that an engine joined after it has read that engine's first
     batch: a stranger's garbage would be taken for the engine's from then on."""
-    order = _Control._order
-    controls = []
+    order = _Own.order
+    owners = []
 
-    def unheard(control, what):
+    def unheard(own, what):
         if isinstance(what, Joined):
-            control._orders.append(what)  # as always; what would wake the receiver comes later
-            controls.append(control)
+            own.orders.append(what)  # as always; what would wake the receiver comes later
+            owners.append(own)
         else:
-            order(control, what)
+            order(own, what)
 
-    monkeypatch.setattr(_Control, "_order", unheard)
+    monkeypatch.setattr(_Own, "order", unheard)
     client, engines = client_and_engines(2)
     streams = [client.stream([1], data_parallel_rank=rank) for rank in (0, 1)]
     rids = [engine.recv_add().rid for engine in engines]
     for engine, rid, stream in zip(engines, rids, streams, strict=True):
         engine.tokens(rid, [5])
         assert next(stream).token_ids == [5]
-    control = controls[0]
-    client._session.shared.mailbox.post(Do(lambda: control._push.send(WAKE)))
-    eventually(lambda: not control._orders)
+    own = owners[0]
+    client._session.shared.mailbox.post(Do(lambda: own.push.send(WAKE)))
+    eventually(lambda: not own.orders)
     engines[1].tokens(rids[1], [6])
     assert next(streams[1]).token_ids == [6]
     stranger = peers(zmq.PUSH, client.endpoints.output, wait=True)

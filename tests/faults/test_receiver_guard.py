@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import threading
 import time
 
 import pytest
-import zmq
 
 import tszmq
 from tests.client_fixtures import answer_one, inflight
@@ -20,9 +18,6 @@ from tszmq.core.rows import Rows
 from tszmq.net.control import _Control
 from tszmq.net.greeter import Greeter
 from tszmq.net.outbox import Outbox
-from tszmq.net.receiver import Halt
-from tszmq.net.session import _release
-from tszmq.net.sockets import WAKE
 from tszmq.wire.tokenspeed_decoder import TokenSpeedDecoder
 
 pytestmark = pytest.mark.timeout(30)
@@ -185,30 +180,9 @@ def test_whatever_ends_the_receiver_the_addresses_are_free(client_and_engines, m
     check_closed(client, type(error))
 
 
-@pytest.fixture
-def no_control(monkeypatch):
-    """No control thread can be set up; what it leaves behind is taken down afterwards."""
-    left = []
-
-    def fail(control, sockets, orders, shared, *_):
-        left.append((sockets, orders, shared))
-        raise MemoryError("no more")
-
-    monkeypatch.setattr(_Control, "__init__", fail)
-    yield
-    for sockets, orders, shared in left:
-        with contextlib.suppress(tszmq.LockOrderError, zmq.ZMQError):
-            orders.append(Halt())
-            push = sockets.orders.take()
-            push.send(WAKE)
-            assert shared.receiver_ended.wait(PATIENCE)
-            push.close(0)
-            _release(sockets)
-            shared.mailbox.close()
-
-
-def test_a_control_thread_that_cannot_be_set_up(client_and_engines, no_control):
-    """Whoever waits for engines hears of it, and ``close()`` does not wait for it."""
+def test_a_control_thread_that_cannot_be_set_up(client_and_engines, monkeypatch):
+    """Whoever waits for engines hears of it, and everything is taken down."""
+    monkeypatch.setattr(_Control, "__init__", failing(MemoryError("no more")))
     bound = client_and_engines.bind()
     session = bound._session
     with pytest.raises(tszmq.ClientClosed, match="no more") as caught:
@@ -216,6 +190,9 @@ def test_a_control_thread_that_cannot_be_set_up(client_and_engines, no_control):
     assert isinstance(caught.value.__cause__, MemoryError)
     assert session.shared.ended.wait(PATIENCE)
     in_thread(bound.close).result(PATIENCE)
+    eventually(lambda: not any(thread.is_alive() for thread in session._threads))
+    with tszmq.Client.bind(bound.endpoints) as again:
+        assert again.endpoints == bound.endpoints
 
 
 def test_a_failure_while_engines_are_awaited(client_and_engines, monkeypatch):

@@ -269,7 +269,7 @@ def test_a_first_message_above_the_limit(client_and_engines):
 
 
 def test_a_message_just_below_the_limit_is_read(client_and_engines):
-    """Frames are counted one by one."""
+    """As long as it is."""
     client, [engine] = client_and_engines(max_message_bytes=LIMIT)
     stream = client.stream([1], LONG)
     rid = engine.recv_add().rid

@@ -99,45 +99,78 @@ def run_control(
 ) -> None:
     """The thread's whole life: serve, then take everything down in the right order."""
     never_waits()
+    own = _Own(sockets.handshake.take(), sockets.input.take(), sockets.orders.take(), orders)
+    control = None
     try:
-        control = _Control(sockets, orders, shared, startup, settings)
-    except BaseException as error:
-        shared.fail("the control thread", error)
-        log.exception("tszmq: the control thread failed; the client is closed")
-        shared.ended.set()
-        return
-    try:
+        control = _Control(sockets, own, shared, startup, settings)
         control.run()
     except BaseException as error:
         shared.fail("the control thread", error)
         log.exception("tszmq: the control thread failed; the client is closed")
     finally:
         try:
-            control.take_down()
+            if control is not None:
+                control.say_goodbye()
+            _take_down(sockets, own, shared)
             for step in on_closed:
                 step()
         finally:
             shared.ended.set()
 
 
+@attrs.frozen(eq=False)
+class _Own:
+    """The sockets of this thread."""
+
+    handshake: zmq.Socket[bytes]
+    input: zmq.Socket[bytes]
+    push: zmq.Socket[bytes]
+    orders: deque[Any]
+
+    def order(self, order: object) -> None:
+        """Have the receiver do something."""
+        self.orders.append(order)
+        with contextlib.suppress(zmq.Again):  # it has a thousand unread reasons to look
+            self.push.send(WAKE, zmq.NOBLOCK)
+
+
+def _take_down(sockets: Sockets, own: _Own, shared: Shared) -> None:
+    """End the receiver, free every address."""
+    own.order(Halt())
+    for monitored in (own.input, own.handshake):
+        monitored.disable_monitor()
+    own.input.close(_CLOSING_LINGER_MS)
+    own.handshake.close(0)
+    own.push.close(_CLOSING_LINGER_MS)
+    receiver_ended = shared.receiver_ended.wait(_JOIN_SECONDS)
+    for monitor in sockets.monitors:
+        monitor.close()
+    if not receiver_ended:
+        # term() would wait for its socket for ever: somebody's log handler holds it up.
+        log.error("tszmq: the receiver thread does not end; its context is left behind")
+    else:
+        sockets.context.term()
+    sockets.files.remove()
+    shared.mailbox.close()
+
+
 class _Control:
     def __init__(
         self,
         sockets: Sockets,
-        orders: deque[Any],
+        own: _Own,
         shared: Shared,
         startup: Startup,
         settings: Settings,
     ) -> None:
         self._sockets = sockets
-        self._orders = orders
+        self._order = own.order
         self._shared = shared
         self._startup = startup
-        self._input = sockets.input.take()
-        self._push = sockets.orders.take()
+        self._input = own.input
         self._connections = Connections()
         self._greeter = Greeter(
-            sockets.handshake.take(),
+            own.handshake,
             startup,
             sockets.endpoints,
             settings.parallel_config,
@@ -406,11 +439,6 @@ class _Control:
             )
         self._at(self._silence.interval, self._check_silence)
 
-    def _order(self, order: object) -> None:
-        self._orders.append(order)
-        with contextlib.suppress(zmq.Again):  # it has a thousand unread reasons to look
-            self._push.send(WAKE, zmq.NOBLOCK)
-
     # -- what callers post
 
     def _read_mail(self) -> None:
@@ -495,8 +523,8 @@ class _Control:
 
     # -- the end
 
-    def take_down(self) -> None:
-        """Tell everyone, send the last aborts, end the receiver, free every address."""
+    def say_goodbye(self) -> None:
+        """Tell everyone, and send the last aborts."""
         try:
             if not self._quiet:
                 self._abort(self._shared.close(client_closed))
@@ -504,19 +532,3 @@ class _Control:
                 self._read_mail()
         except Exception:
             log.exception("tszmq: the last aborts could not be sent")
-        self._order(Halt())
-        for monitored in (self._input, self._greeter.socket):
-            monitored.disable_monitor()
-        self._input.close(_CLOSING_LINGER_MS)
-        self._greeter.socket.close(0)
-        self._push.close(_CLOSING_LINGER_MS)
-        receiver_ended = self._shared.receiver_ended.wait(_JOIN_SECONDS)
-        for monitor in self._sockets.monitors:
-            monitor.close()
-        if not receiver_ended:
-            # term() would wait for its socket for ever: somebody's log handler holds it up.
-            log.error("tszmq: the receiver thread does not end; its context is left behind")
-        else:
-            self._sockets.context.term()
-        self._sockets.files.remove()
-        self._shared.mailbox.close()

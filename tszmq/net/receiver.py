@@ -9,6 +9,7 @@ which engine sent a death sentinel or bytes that cannot be read.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -123,7 +124,8 @@ def run_receiver(
         shared.fail("the receiver thread", error)
         log.exception("tszmq: the receiver thread failed; the client is closed")
     finally:
-        socket.disable_monitor()
+        with contextlib.suppress(zmq.ZMQError):  # whoever ended the context waits for the next line
+            socket.disable_monitor()
         socket.close(0)
         shared.receiver_ended.set()
 

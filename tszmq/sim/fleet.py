@@ -133,7 +133,9 @@ class Fleet:
                 pipe = self._children[number].stdin
             if pipe is None or pipe.closed:
                 raise BrokenPipeError("the fleet was terminated")
-            pipe.write(command.encode() + b"\n")
+            rest = command.encode() + b"\n"
+            while rest:  # a child that ends meanwhile has taken a part
+                rest = rest[pipe.write(rest) :]
 
     def read_line(self, number: int) -> bytes:
         """The next line of the child's standard output, empty at its end. Needs ``capture``."""
