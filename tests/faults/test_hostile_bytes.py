@@ -35,8 +35,8 @@ from tests.mock_engine import (
 from tszmq import SamplingParams
 from tszmq.net.control import _Own
 from tszmq.net.mailbox import Do
+from tszmq.net.orders import Joined
 from tszmq.net.peers import CLOSED, Attribution, Departure, inode
-from tszmq.net.receiver import Joined
 from tszmq.net.sockets import WAKE, Monitor, source_fd
 
 pytestmark = pytest.mark.timeout(60)

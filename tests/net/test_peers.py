@@ -160,11 +160,11 @@ def test_a_connection_keeps_its_number_until_it_is_gone(inodes):
     assert connections.number(10, True) == number
     assert connections.number(11, True) != number
     assert connections.closed(10) == []  # reported just before it is closed
-    assert connections.is_known(10)
+    assert connections.descriptors() == [10, 11]
     del inodes[10]
     assert connections.closed(10) == [number]
     assert connections.closed(10) == []
-    assert not connections.is_known(10)
+    assert connections.descriptors() == [11]
 
 
 def test_a_successor_at_the_descriptor_is_another_connection(inodes):
@@ -174,7 +174,7 @@ def test_a_successor_at_the_descriptor_is_another_connection(inodes):
     new = connections.number(10, True)
     assert new != old
     assert connections.closed(10) == [old]
-    assert connections.is_known(10)
+    assert connections.descriptors() == [10]
     del inodes[10]
     assert connections.closed(10) == [new]
 

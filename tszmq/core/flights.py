@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from typing import TypeVar
 
 import attrs
 
@@ -28,7 +27,6 @@ from tszmq.wire.base import EngineBatch
 
 __all__ = ["Applied", "EngineRecord", "Flights"]
 
-_T = TypeVar("_T")
 _FEW = 16  # rows
 
 

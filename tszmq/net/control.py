@@ -9,8 +9,9 @@ What can happen, and what follows:
 
     HELLO                       INIT, or kept waiting while its index is taken by a living one
     registration                the engine is served; whoever waits in ``connect`` is told
-    its input connection closed no new requests; 0.1 s later (or when its output connection is
-                                closed, too) the receiver delivers what came and ends the rest
+    its input connection closed no new requests; the receiver delivers what came and ends the
+                                rest: when its output connection closes, too, after 0.1 s when
+                                that is not known, after 1 s in any case
     output connection alone     its requests fail 0.5 s later: what was in transit is lost; it is
                                 dead when it makes no new one within 2 s
     send refused (EHOSTUNREACH) as a closed connection
@@ -22,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -39,9 +40,9 @@ from tszmq.net.gate import never_waits
 from tszmq.net.greeter import Greeter
 from tszmq.net.log import log
 from tszmq.net.losses import Losses
+from tszmq.net.orders import Blame, Halt, Joined, OutputClosed, Retire
 from tszmq.net.outbox import Outbox
 from tszmq.net.peers import CLOSED, Connections, peer_pid
-from tszmq.net.receiver import Blame, Halt, Joined, OutputClosed, Retire
 from tszmq.net.shared import Muster, Shared, wake_all
 from tszmq.net.silence import SilenceWatch
 from tszmq.net.sockets import NOWHERE, WAKE, Sockets, source_fd
@@ -344,7 +345,8 @@ class _Control:
     def _note_closed(self, handshake: list[int], input_: list[int], output: list[int]) -> None:
         for fd in handshake + input_:
             self._look_at(fd)
-            self._look_later(fd, _CLOSING_SECONDS)
+            for seconds in _CLOSING_SECONDS:
+                self._at(seconds, partial(self._look_at, fd))
         for fd in output:
             gone = self._sockets.monitors[2].departed[fd]
             reopened = self._sockets.monitors[2].is_open(fd)
@@ -352,14 +354,6 @@ class _Control:
             self._order(OutputClosed(fd, gone.accepted, gone, reopened))
             for seconds in _CLOSING_SECONDS:
                 self._at(seconds, partial(self._order, OutputClosed(fd, gone.accepted)))
-
-    def _look_later(self, fd: int, pauses: Sequence[float]) -> None:
-        if pauses and self._connections.is_known(fd):
-            self._at(pauses[0], partial(self._look_again, fd, pauses[1:]))
-
-    def _look_again(self, fd: int, pauses: Sequence[float]) -> None:
-        self._look_at(fd)
-        self._look_later(fd, pauses)
 
     def _look_at(self, fd: int) -> None:
         """Which connections at this descriptor are gone, and what that means."""

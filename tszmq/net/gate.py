@@ -46,7 +46,7 @@ class Gate:
         """Wait until ``ready()`` is true.
 
         Args:
-            ready: Looks at the condition; takes no lock.
+            ready: Looks at the condition, and waits for nothing else meanwhile.
             deadline: Monotonic seconds, or None to wait without a limit.
 
         Returns:

@@ -115,10 +115,6 @@ class Connections:
         """Where connections were seen and not reported closed."""
         return list(self._seen)
 
-    def is_known(self, fd: int) -> bool:
-        """Whether a connection at that descriptor was seen and has not been reported closed."""
-        return fd in self._seen
-
 
 @attrs.frozen
 class Departure:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import attrs
 import zmq
 
 from tszmq.core.endings import engine_died
@@ -25,7 +24,8 @@ from tszmq.errors import DecodeError, EngineDead, TszmqError
 from tszmq.net.gate import never_waits
 from tszmq.net.log import log
 from tszmq.net.mailbox import Dropped, OutputLost, Suspect, Wave
-from tszmq.net.peers import Attribution, Departure
+from tszmq.net.orders import Blame, Halt, Joined, OutputClosed, Retire
+from tszmq.net.peers import Attribution
 from tszmq.net.shared import Shared, wake_all
 from tszmq.net.sockets import NOWHERE, WAKE, Owned, source_fd
 from tszmq.wire.base import (
@@ -37,7 +37,7 @@ from tszmq.wire.base import (
     WaveComplete,
 )
 
-__all__ = ["Blame", "Halt", "Joined", "OutputClosed", "Retire", "run_receiver"]
+__all__ = ["run_receiver"]
 
 
 _DRAIN_BATCHES = 32  # messages handled before those who wait are woken, if as many are ready
@@ -52,63 +52,6 @@ _LULL = 0.0005  # seconds without a message
 _MOST_FRAMES = 1 << 16  # of a message: a few a request, where many have logprobs
 _POLLIN = int(zmq.POLLIN)  # the flag itself is an object that computes in Python
 _WARNINGS = 50  # about strangers; anyone who reaches the socket can cause them
-
-
-@attrs.frozen
-class Joined:
-    """An engine registered: forget what was known of its predecessor's output connection."""
-
-    engine_index: int
-    pid: int | None
-
-
-@attrs.frozen
-class Retire:
-    """An engine is dead: deliver what it managed to send, then end what it held."""
-
-    engine_index: int
-    epoch: int
-    reason: str
-    last_call: bool = True
-    """False: as long as its output connection is open, more of it may be on its way."""
-
-
-@attrs.frozen
-class OutputClosed:
-    """A connection of the output socket closed.
-
-    Attributes:
-        fd: Its descriptor.
-        accepted: How many had been accepted until then.
-        gone: What else is known of it; None to look only whether the descriptor is closed by now.
-        reopened: Another has the descriptor by now.
-    """
-
-    fd: int
-    accepted: int
-    gone: Departure | None = None
-    reopened: bool = False
-
-
-@attrs.frozen
-class Blame:
-    """Nothing else told who sent this: every engine that may have is dead.
-
-    Attributes:
-        sole: The only one that may have, when it came; None to look again.
-        gone: What is known of the connection, which may be there still.
-    """
-
-    fd: int
-    reason: str
-    unreadable: bool
-    sole: int | None
-    gone: Departure
-
-
-@attrs.frozen
-class Halt:
-    """End the thread."""
 
 
 def run_receiver(

@@ -83,7 +83,8 @@ class Shared:
         with self.state as flights:
             for request in requests:
                 flights.withdraw(request, end, now)
-            granted = flights.grant() + flights.granted()
+            flights.grant()
+            granted = flights.granted()
         return granted + [request.gate for request in requests if request.end is not None]
 
     def close(self, error: Callable[[], TszmqError]) -> list[Request]:

@@ -87,7 +87,8 @@ def give_up(session: Session, ticket: Wakeable) -> None:
 def _give_up(shared: Shared, ticket: Wakeable) -> None:
     with shared.state as flights:
         # Also those whom a caller gave a turn and was cut off before it woke them.
-        granted = flights.give_up(ticket) + flights.granted()
+        flights.give_up(ticket)
+        granted = flights.granted()
     wake_all(granted)
 
 

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import attrs
+
 from tszmq.checks import shown
 from tszmq.errors import InvalidRequest, UnsupportedField
+from tszmq.types import SamplingParams
 
-__all__ = ["check_fields"]
+__all__ = ["NEUTRAL", "check_fields"]
+
+NEUTRAL = tuple(each.name for each in attrs.fields(SamplingParams) if each.name != "extra")
+"""Fields that have a neutral name."""
 
 
 def check_fields(

@@ -15,10 +15,12 @@ import attrs
 from tszmq.codec import pack, preview, unpack
 from tszmq.errors import DecodeError
 from tszmq.types import EngineInfo
+from tszmq.wire.described import described
 
 __all__ = [
     "FAILED",
     "HELLO",
+    "MAX_ENGINE_INDEX",
     "READY",
     "HandshakeMessage",
     "encode_init",
@@ -83,7 +85,7 @@ def read_handshake(frames: Sequence[bytes]) -> HandshakeMessage:
     if not isinstance(status, str) or not 0 < len(status) <= _MAX_STATUS_CHARS:
         raise DecodeError(
             f"the status of a handshake message must be a text of 1 to {_MAX_STATUS_CHARS} "
-            f"characters, got {_shown(status)} in {preview(frames[0])}"
+            f"characters, got {described(status)} in {preview(frames[0])}"
         )
     return HandshakeMessage(status, message)
 
@@ -176,20 +178,11 @@ def _read_map(frames: Sequence[bytes], what: str) -> dict[str, Any]:
 
 def _integer(value: object, key: str, what: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise DecodeError(f"{key} in {what} must be an int, got {_shown(value)}")
+        raise DecodeError(f"{key} in {what} must be an int, got {described(value)}")
     return value
 
 
 def _text(value: object, key: str, what: str) -> str:
     if not isinstance(value, str):
-        raise DecodeError(f"{key} in {what} must be a text, got {_shown(value)}")
+        raise DecodeError(f"{key} in {what} must be a text, got {described(value)}")
     return value
-
-
-def _shown(value: object) -> str:
-    """A value in an error text: never longer than a line, never deeper than its type."""
-    if value is None or isinstance(value, (bool, int, float)):
-        return repr(value)
-    if isinstance(value, str):
-        return repr(value[:_MAX_STATUS_CHARS])
-    return type(value).__name__

@@ -19,6 +19,7 @@ from tszmq.errors import DecodeError
 from tszmq.types import EngineLoad
 from tszmq.wire.base import NONE_ENDS, Counts, EngineBatch, OneEach
 from tszmq.wire.columns import FLOAT_ROW, rare_texts, single_floats, single_ints
+from tszmq.wire.startup import MAX_ENGINE_INDEX
 from tszmq.wire.tokenspeed_known import (
     CUT_ZEROS,
     HEADER,
@@ -28,7 +29,7 @@ from tszmq.wire.tokenspeed_known import (
     Span,
     hides_a_bool,
 )
-from tszmq.wire.tokenspeed_output import MAX_ENGINE_INDEX, TAG, engine_load, read_batch
+from tszmq.wire.tokenspeed_output import TAG, engine_load, read_batch
 from tszmq.wire.tokenspeed_repeat import Repeat
 
 __all__ = ["TokenSpeedDecoder"]

@@ -14,7 +14,8 @@ import attrs
 
 from tszmq.codec import pack, unpack
 from tszmq.errors import DecodeError, InvalidRequest
-from tszmq.wire.extra import check_fields
+from tszmq.wire.described import is_text
+from tszmq.wire.extra import NEUTRAL, check_fields
 
 __all__ = ["check_extra", "place_extra"]
 
@@ -74,22 +75,14 @@ def _time(value: Any) -> str | None:
     return None if good else "a finite float (seconds)"
 
 
-def _is_text(value: object) -> bool:
-    """A str that UTF-8 can carry: no lone surrogates."""
-    try:
-        return isinstance(value, str) and value.encode() is not None
-    except UnicodeEncodeError:
-        return False
-
-
 def _text_or_nil(value: Any) -> str | None:
-    return None if value is None or _is_text(value) else "valid Unicode text or None"
+    return None if value is None or is_text(value) else "valid Unicode text or None"
 
 
 def _stop(value: Any) -> str | None:
     """An empty stop string would match the first token."""
     texts = value if isinstance(value, (list, tuple)) else [value]
-    if value is None or all(_is_text(text) and text for text in texts):
+    if value is None or all(is_text(text) and text for text in texts):
         return None
     return "a non-empty text, a list of them, or None"
 
@@ -139,35 +132,13 @@ _FIELDS: Mapping[str, _Field] = {
     "bootstrap_room": _Field(_int_or_nil(0, _INT64 - 1), 18),
 }
 
-_SAME_NAME = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "stop_token_ids",
-    "json_schema",
-    "regex",
-    "ebnf",
-    "structural_tag",
-    "ignore_eos",
-    "seed",
-    "logprobs",
-    "logit_bias",
-    "max_tokens",
-    "min_tokens",
-    "top_logprobs",
-    "prompt_logprobs",
-)
 _ENGINE_OWN = "the engine fills it in itself"
 _TOKENS_ONLY = "prompts are token ids, given as prompt_token_ids"
 _NOT_RETURNED = "TokenSpeed's output wire cannot carry what it asks for"
 
 # Names that callers might try, and where they belong instead.
 _ELSEWHERE: Mapping[str, str] = {
-    **{name: f"use SamplingParams({name}=...)" for name in _SAME_NAME},
+    **{name: f"use SamplingParams({name}=...)" for name in NEUTRAL},
     "max_new_tokens": "use SamplingParams(max_tokens=...)",
     "min_new_tokens": "use SamplingParams(min_tokens=...)",
     "return_logprob": "use SamplingParams(logprobs=True)",

@@ -20,8 +20,10 @@ from tszmq.codec import preview, unpack
 from tszmq.errors import DecodeError
 from tszmq.types import EngineLoad
 from tszmq.wire.base import EngineBatch
+from tszmq.wire.described import described
+from tszmq.wire.startup import MAX_ENGINE_INDEX
 
-__all__ = ["MAX_ENGINE_INDEX", "TAG", "engine_load", "read_batch"]
+__all__ = ["TAG", "engine_load", "read_batch"]
 
 TAG = "BatchTokenIDOutSlim"
 RUNNING = ""  # the finish reason of a row whose request goes on
@@ -42,7 +44,6 @@ _LOAD = ("num_running", "num_waiting", "kv_active_pages", "kv_total_pages")
 
 _COUNT_LIMIT = 2**32
 _SHOWN_ROWS = 8
-MAX_ENGINE_INDEX = 0xFFFF
 
 
 def read_batch(data: bytes) -> EngineBatch:
@@ -94,7 +95,7 @@ def _require_columns(columns: list[Any]) -> None:
 def _require_type(expected: type, items: list[Any], name: str) -> None:
     if countOf(map(type, items), expected) != len(items):
         wrong = next(item for item in items if type(item) is not expected)
-        raise DecodeError(f"{name} must hold {expected.__name__}, got {_shown(wrong)}")
+        raise DecodeError(f"{name} must hold {expected.__name__}, got {described(wrong)}")
 
 
 def _require_counts(items: list[Any], name: str) -> None:
@@ -151,7 +152,7 @@ def _engine_index(values: list[Any]) -> int | None:
     index = values[_FIRST_ERA]
     if type(index) is not int or not 0 <= index <= MAX_ENGINE_INDEX:
         raise DecodeError(
-            f"engine_index must be an int in [0, {MAX_ENGINE_INDEX}], got {_shown(index)}"
+            f"engine_index must be an int in [0, {MAX_ENGINE_INDEX}], got {described(index)}"
         )
     return index
 
@@ -163,7 +164,7 @@ def _load(values: list[Any]) -> EngineLoad | None:
     load = values[_INDEX_ERA:_LOAD_ERA]
     for name, value in zip(_LOAD, load, strict=True):
         if type(value) is not int or not 0 <= value < _COUNT_LIMIT:
-            raise DecodeError(f"{name} must be an int in [0, 2**32), got {_shown(value)}")
+            raise DecodeError(f"{name} must be an int in [0, 2**32), got {described(value)}")
     return engine_load(*load)
 
 
@@ -173,7 +174,3 @@ def engine_load(running: int, waiting: int, active: int, total: int) -> EngineLo
         return None
     # num_running counts every admitted request, those still waiting included.
     return EngineLoad(running, waiting, min(active / total, 1.0), max(running, waiting))
-
-
-def _shown(value: object) -> str:
-    return repr(value) if type(value) in (int, float, bool) else type(value).__name__

@@ -24,8 +24,9 @@ from tszmq.errors import DecodeError
 from tszmq.types import EngineLoad
 from tszmq.wire.base import Counts, EngineBatch, OneEach, ones
 from tszmq.wire.columns import FLOAT_ROW, single_floats, single_ints
+from tszmq.wire.startup import MAX_ENGINE_INDEX
 from tszmq.wire.tokenspeed_known import Shape, hides_a_bool
-from tszmq.wire.tokenspeed_output import MAX_ENGINE_INDEX, engine_load
+from tszmq.wire.tokenspeed_output import engine_load
 
 __all__ = ["Repeat"]
 

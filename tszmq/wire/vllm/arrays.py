@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 
 from tszmq.errors import DecodeError
-from tszmq.wire.vllm.described import described
+from tszmq.wire.described import described
 
 __all__ = ["FLOATS", "INTEGERS", "Array", "ArrayReader"]
 

@@ -14,8 +14,9 @@ from typing import Any
 import attrs
 
 from tszmq.checks import MAX_TOKEN_ID
-from tszmq.wire.extra import check_fields
-from tszmq.wire.vllm.utility import is_text, plain_fault
+from tszmq.wire.described import is_text
+from tszmq.wire.extra import NEUTRAL, check_fields
+from tszmq.wire.vllm.utility import plain_fault
 
 __all__ = ["EXTRA_TOKENS", "check_extra", "place_extra"]
 
@@ -192,28 +193,6 @@ _FIELDS: Mapping[str, _Field] = {
 EXTRA_TOKENS = ("allowed_token_ids", "bad_words", "_bad_words_token_ids", "trace_decode_token_ids")
 """Fields that hold token ids, flat or one level deep."""
 
-_SAME_NAME = (
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "min_tokens",
-    "stop_token_ids",
-    "ignore_eos",
-    "seed",
-    "logprobs",
-    "top_logprobs",
-    "prompt_logprobs",
-    "json_schema",
-    "regex",
-    "ebnf",
-    "structural_tag",
-    "logit_bias",
-)
 _NO_TEXT = "the engine makes no text: match the tokens, or use stop_token_ids"
 _FRONTEND_ONLY = "the engine does not read it"
 _NOT_RETURNED = "what it asks for is not among the results"
@@ -222,7 +201,7 @@ _OURS = "tszmq fills it in itself"
 
 # Names that callers might try, and where they belong instead.
 _ELSEWHERE: Mapping[str, str] = {
-    **{name: f"use SamplingParams({name}=...)" for name in _SAME_NAME},
+    **{name: f"use SamplingParams({name}=...)" for name in NEUTRAL},
     "json": "use SamplingParams(json_schema=...)",
     "grammar": "use SamplingParams(ebnf=...)",
     "choice": "use the extra field structured_outputs={'choice': [...]}",

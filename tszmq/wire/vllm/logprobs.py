@@ -14,8 +14,8 @@ from operator import itemgetter
 from typing import Any
 
 from tszmq.errors import DecodeError
+from tszmq.wire.described import described
 from tszmq.wire.vllm.arrays import FLOATS, INTEGERS, ArrayReader
-from tszmq.wire.vllm.described import described
 
 __all__ = ["Ranking", "read_prompt_logprobs", "read_sampled_logprobs"]
 

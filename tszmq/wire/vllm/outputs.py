@@ -22,9 +22,9 @@ from tszmq.wire.base import (
     UtilityResult,
     WaveComplete,
 )
+from tszmq.wire.described import described
 from tszmq.wire.startup import MAX_ENGINE_INDEX
 from tszmq.wire.vllm.arrays import ArrayReader
-from tszmq.wire.vllm.described import described
 from tszmq.wire.vllm.rows import read_rare
 from tszmq.wire.vllm.utility import Opaque, read_result
 

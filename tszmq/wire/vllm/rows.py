@@ -8,8 +8,8 @@ from typing import Any
 
 from tszmq.errors import DecodeError
 from tszmq.wire.base import EngineBatch, RowDetail
+from tszmq.wire.described import described
 from tszmq.wire.vllm.arrays import ArrayReader
-from tszmq.wire.vllm.described import described
 from tszmq.wire.vllm.logprobs import read_prompt_logprobs, read_sampled_logprobs
 
 __all__ = ["read_rare"]

@@ -14,7 +14,7 @@ from typing import Any
 from tszmq.checks import shown
 from tszmq.errors import InvalidRequest, UnsupportedField
 from tszmq.types import SamplingParams
-from tszmq.wire.vllm.utility import is_text
+from tszmq.wire.described import is_text
 
 __all__ = ["structured_outputs"]
 

@@ -14,9 +14,9 @@ from tszmq.checks import shown
 from tszmq.codec import pack
 from tszmq.errors import DecodeError, InvalidRequest, UnsupportedField
 from tszmq.wire.base import UtilityResult
-from tszmq.wire.vllm.described import described
+from tszmq.wire.described import described, is_text
 
-__all__ = ["Opaque", "encode_call", "is_text", "plain_fault", "read_result"]
+__all__ = ["Opaque", "encode_call", "plain_fault", "read_result"]
 
 _UTILITY = b"\x03"
 _CLIENT_INDEX = 0  # one input and one output address are given to the engine: there is no other
@@ -93,14 +93,6 @@ def plain_fault(value: object, depth: int = 0) -> str | None:
 def _first_fault(items: Sequence[object], depth: int) -> str | None:
     faults = (plain_fault(item, depth + 1) for item in items)
     return next((fault for fault in faults if fault is not None), None)
-
-
-def is_text(value: object) -> bool:
-    """A str that UTF-8 can carry: no lone surrogates."""
-    try:
-        return isinstance(value, str) and value.encode() is not None
-    except UnicodeEncodeError:
-        return False
 
 
 def read_result(value: object) -> UtilityResult:

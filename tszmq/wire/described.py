@@ -1,8 +1,8 @@
-"""Decoded values in error texts: short, however large or deep the value is."""
+"""Values in error texts: short, however large or deep the value is. And texts in values."""
 
 from __future__ import annotations
 
-__all__ = ["described"]
+__all__ = ["described", "is_text"]
 
 _MAX_CHARS = 60
 
@@ -20,3 +20,11 @@ def described(value: object) -> str:
     if isinstance(value, bytes):
         return f"{len(value)} bytes"
     return f"a {type(value).__name__}"
+
+
+def is_text(value: object) -> bool:
+    """A str that UTF-8 can carry: no lone surrogates."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
