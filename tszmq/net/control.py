@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -31,9 +31,7 @@ import attrs
 import zmq
 
 from tszmq.core.endings import client_closed, deadline_passed
-from tszmq.core.request import Request
 from tszmq.core.startup import Startup
-from tszmq.core.wave import WaveClock
 from tszmq.errors import DecodeError
 from tszmq.net import mailbox as mail
 from tszmq.net.gate import never_waits
@@ -41,8 +39,8 @@ from tszmq.net.greeter import Greeter
 from tszmq.net.log import log
 from tszmq.net.losses import Losses
 from tszmq.net.orders import Blame, Halt, Joined, OutputClosed, Retire
-from tszmq.net.outbox import Outbox
 from tszmq.net.peers import CLOSED, Connections, peer_pid
+from tszmq.net.sender import Link, Sender
 from tszmq.net.shared import Muster, Shared, wake_all
 from tszmq.net.silence import SilenceWatch
 from tszmq.net.sockets import NOWHERE, WAKE, Sockets, source_fd
@@ -64,7 +62,6 @@ _REGISTRATION_GRACE = 1.0  # after READY, when a successor waits
 _REDIAL_SECONDS = 0.35
 _CLOSING_LINGER_MS = 200  # for the last aborts to leave
 _JOIN_SECONDS = 5.0
-_ABORTS_A_MESSAGE = 1024
 _BLOCKED_POLL_MS = 5
 _LONGEST_POLL = 3600.0
 _MESSAGES_A_TURN = 1000
@@ -78,16 +75,6 @@ class Settings:
     silence_warning: float | None
     send_timeout: float
     parallel_config: Mapping[str, Any]
-
-
-@attrs.define(eq=False)
-class _Link:
-    """A registered engine's input connection."""
-
-    connection: int
-    epoch: int
-    lockstep: bool
-    pid: int | None
 
 
 def run_control(
@@ -179,9 +166,8 @@ class _Control:
             sockets.monitors[0].is_open,
             before_init=self._allow_takeovers,
         )
-        self._outbox = Outbox(self._input, settings.send_timeout)
+        self._sender = Sender(own.input, shared.protocol, settings.send_timeout, self._begin_death)
         self._silence = SilenceWatch(settings.silence_timeout, settings.silence_warning)
-        self._links: dict[int, _Link] = {}
         self._index_of: dict[int, int] = {}  # input connection -> engine index
         self._timers = Timers()
         self._losses = Losses(
@@ -189,11 +175,22 @@ class _Control:
             sockets.monitors[2],
             at=self._at,
             pid_of=self._pid,
-            abort=self._abort,
+            abort=self._sender.abort,
             give_up=self._begin_death,
         )
-        self._waves = WaveClock()
-        self._asleep = False  # a lockstep group was given a request and has not been woken
+        self._actions: dict[type, Callable[[Any], object]] = {
+            mail.Add: self._sender.add,
+            mail.Call: self._sender.call,
+            mail.Wave: self._sender.observe,
+            mail.Abort: lambda item: self._sender.abort(item.requests),
+            mail.Settle: self._settle,
+            mail.Do: lambda item: item.action(),
+            mail.Expire: self._timers.watch,
+            mail.Suspect: self._suspect,
+            mail.OutputLost: self._losses.note,
+            mail.Dropped: self._dropped,
+            mail.Stop: self._stop,
+        }
         self._stopping = False
         self._sweeping = False
         self._quiet = False
@@ -233,8 +230,8 @@ class _Control:
                 self._read_input()
             self._note_closed(*closed)
             self._read_mail()
-            if self._outbox.blocked:
-                self._lose(self._outbox.retry(time.monotonic()))
+            if self._sender.is_blocked():
+                self._sender.retry()
             self._run_timers()
 
     def _timeout_ms(self) -> int | None:
@@ -244,7 +241,7 @@ class _Control:
         ):
             return 0
         due = self._timers.next_due()
-        limit = _BLOCKED_POLL_MS if self._outbox.blocked else None
+        limit = _BLOCKED_POLL_MS if self._sender.is_blocked() else None
         if due is None:
             return limit
         # Rounded up: waking a fraction early would only come round again. Bounded: poll() takes
@@ -323,7 +320,7 @@ class _Control:
         connection = self._connections.number(fd, self._sockets.monitors[1].is_open(fd))
         pid = peer_pid(fd)
         known = None if pid == CLOSED else pid
-        self._links[index] = _Link(connection, epoch, info.lockstep, known)
+        self._sender.links[index] = Link(connection, epoch, info.lockstep, known)
         self._index_of[connection] = index
         self._order(Joined(index, pid))
         self._publish_muster()
@@ -365,7 +362,7 @@ class _Control:
             self._greeter.closed(connection)
             self._look_for_stalled()  # its successor may have said HELLO before
             index = self._index_of.pop(connection, None)
-            if index is not None and self._links[index].connection == connection:
+            if index is not None and self._sender.links[index].connection == connection:
                 self._begin_death(index, "its connection closed: it was killed, or it exited")
             self._publish_muster()
 
@@ -379,19 +376,14 @@ class _Control:
         if grace:
             self._at(_LONG_GRACE, partial(self._order, Retire(index, epoch, reason)))
 
-    def _lose(self, lost: Iterable[tuple[int, str]]) -> None:
-        for index, reason in lost:
-            self._begin_death(index, reason)
-
     def _dropped(self, item: mail.Dropped) -> None:
         """The receiver has ended what the engine held: its index is free for a successor."""
-        link = self._links.get(item.engine_index)
+        link = self._sender.links.get(item.engine_index)
         if link is None or link.epoch != item.epoch:
             return
-        self._abort(item.requests)  # it may still read, even if nobody can read it
-        del self._links[item.engine_index]
+        self._sender.abort(item.requests)  # it may still read, even if nobody can read it
+        self._sender.drop(item.engine_index)
         self._index_of.pop(link.connection, None)
-        self._outbox.forget(item.engine_index)
         if link.lockstep:
             self._lose_group(item.engine_index, item.reason)
         for index in self._startup.died(item.engine_index):
@@ -400,10 +392,9 @@ class _Control:
 
     def _lose_group(self, dead: int, reason: str) -> None:
         """No rank of a lockstep group can step without the others."""
-        for index, link in list(self._links.items()):
-            if link.lockstep:
-                text = f"engine {dead} of its lockstep group died ({reason})"
-                self._begin_death(index, text, grace=0.0)
+        for index in self._sender.lockstep():
+            text = f"engine {dead} of its lockstep group died ({reason})"
+            self._begin_death(index, text, grace=0.0)
 
     def _suspect(self, item: mail.Suspect) -> None:
         gone = self._sockets.monitors[2].departure(item.fd)
@@ -411,11 +402,8 @@ class _Control:
         # The culprit's connections usually close now and tell who it was.
         self._at(_BLAME_GRACE if item.sole is None else 0.0, partial(self._order, order))
 
-    def _output_lost(self, item: mail.OutputLost) -> None:
-        self._losses.note(item)
-
     def _pid(self, index: int) -> int | None:
-        link = self._links.get(index)
+        link = self._sender.links.get(index)
         return None if link is None else link.pid
 
     def _check_silence(self) -> None:
@@ -440,80 +428,16 @@ class _Control:
         # What is posted meanwhile waits: clocks and engines have their turn, too.
         for _ in range(min(len(items), _MESSAGES_A_TURN)):
             item = items.popleft()
-            self._actions[type(item)](self, item)
-        if self._asleep:
-            self._wake_group()
-
-    def _add(self, item: mail.Add) -> None:
-        request = item.request
-        if request.end is None:
-            request.sent = True
-            self._send(request.engine_index, item.frames)
-            link = self._links.get(request.engine_index)
-            self._asleep |= link is not None and link.lockstep
-
-    def _call(self, item: mail.Call) -> None:
-        if item.engine_index in self._links:  # else the receiver has failed it
-            self._send(item.engine_index, item.frames)
-
-    def _observe_wave(self, item: mail.Wave) -> None:
-        self._waves.observe(item.signal)
-
-    def _wake_group(self) -> None:
-        """Every rank, whoever got the request: none steps before all are awake."""
-        self._asleep = False
-        frames = self._shared.protocol.encode_start_wave(self._waves.next())
-        for index, link in list(self._links.items()):
-            if link.lockstep:
-                self._send(index, frames)
-
-    def _send(self, index: int, frames: list[bytes]) -> None:
-        reason = self._outbox.send(index, frames, time.monotonic())
-        if reason is not None:
-            self._begin_death(index, reason)
-
-    def _post_abort(self, item: mail.Abort) -> None:
-        self._abort(item.requests)
-
-    def _abort(self, requests: list[Request]) -> None:
-        """One message an engine, not one a request. What was never sent needs none."""
-        by_engine: dict[int, list[str]] = {}
-        for request in requests:
-            sent, request.sent = request.sent, False  # one abort, whoever else asks for it
-            if sent and request.engine_index in self._links:
-                by_engine.setdefault(request.engine_index, []).append(request.wire_id)
-        for index, ids in by_engine.items():
-            for start in range(0, len(ids), _ABORTS_A_MESSAGE):
-                part = ids[start : start + _ABORTS_A_MESSAGE]
-                self._send(index, self._shared.protocol.encode_abort(part))
+            self._actions[type(item)](item)
+        self._sender.wake_group()
 
     def _settle(self, item: mail.Settle) -> None:
         wake_all(self._shared.settle(item.requests, item.end))
-        self._abort([request for request in item.requests if request.aborted])
-
-    def _do(self, item: mail.Do) -> None:
-        item.action()
-
-    def _watch_deadline(self, item: mail.Expire) -> None:
-        self._timers.watch(item)
+        self._sender.abort([request for request in item.requests if request.aborted])
 
     def _stop(self, item: mail.Stop) -> None:
         self._stopping = True
         self._quiet = self._quiet or item.quiet
-
-    _actions: dict[type, Callable[..., None]] = {  # noqa: RUF012 - a dispatch table
-        mail.Add: _add,
-        mail.Call: _call,
-        mail.Wave: _observe_wave,
-        mail.Abort: _post_abort,
-        mail.Settle: _settle,
-        mail.Do: _do,
-        mail.Expire: _watch_deadline,
-        mail.Suspect: _suspect,
-        mail.OutputLost: _output_lost,
-        mail.Dropped: _dropped,
-        mail.Stop: _stop,
-    }
 
     # -- the end
 
@@ -521,7 +445,7 @@ class _Control:
         """Tell everyone, and send the last aborts."""
         try:
             if not self._quiet:
-                self._abort(self._shared.close(client_closed))
+                self._sender.abort(self._shared.close(client_closed))
             while self._shared.mailbox.has_items():
                 self._read_mail()
         except Exception:
