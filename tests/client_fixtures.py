@@ -200,6 +200,12 @@ def inflight(client: tszmq.Client) -> list[int]:
     return [client.inflight(engine.engine_index) for engine in client.engines]
 
 
+def can_be_chosen(client: tszmq.Client, index: int) -> bool:
+    """Whether that engine gets new requests."""
+    with client._session.shared.state as flights:
+        return flights.routing.is_alive(index)
+
+
 def waiting_for_a_place(client: tszmq.Client) -> int:
     """How many queue for one, or were granted one that they have not taken."""
     with client._session.shared.state as flights:

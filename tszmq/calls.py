@@ -113,7 +113,10 @@ class EngineCalls:
                 f"{', '.join(map(str, known)) or 'none'}"
             )
         who = "every engine is" if engine_index is None else f"engine {engine_index} is"
-        raise EngineDead(f"{who} dead: restart it, or close this client", engine_index)
+        raise EngineDead(
+            f"{who} dead, or has lost its output connection: restart it, or close this client",
+            engine_index,
+        )
 
     # -- the calls that people ask for; all take ``engine_index`` and ``timeout`` and give and
     # raise what ``utility`` does

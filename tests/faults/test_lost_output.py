@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 import tszmq
-from tests.client_fixtures import answer_after_aborts, answer_one, inflight
+from tests.client_fixtures import answer_after_aborts, answer_one, can_be_chosen, inflight
 from tests.mock_engine import PATIENCE, eventually, in_thread, stays_true
 from tszmq.net.peers import Attribution, Departure
 
@@ -38,6 +38,7 @@ def test_before_the_engine_was_heard(client_and_engines, endpoints):
     with pytest.raises(tszmq.DecodeError, match="engine 0 was lost"):
         call.result(PATIENCE)
     dial_again(engines[0])
+    eventually(lambda: can_be_chosen(client, 0))
     answer_after_aborts(client, engines[0])
     assert [info.alive for info in client.engines] == [True, True]
 
@@ -56,14 +57,16 @@ def test_again_before_it_was_heard_again(client_and_engines, endpoints):
         call = in_thread(client.generate, [1])
         engine.recv_add(skip_aborts=True)
         engine.output.close()
-        dial_again(engine)
         with pytest.raises(tszmq.DecodeError):
             call.result(PATIENCE)
+        dial_again(engine)
+        eventually(lambda: can_be_chosen(client, 0))
     answer_after_aborts(client, engine)
 
 
-def test_an_engine_that_never_dials_in_again_is_dead(client_and_engines, endpoints):
+def test_an_engine_that_never_dials_in_again_is_dead(client_and_engines, endpoints, monkeypatch):
     """It can answer nobody: its requests would wait for ever, and more would come."""
+    monkeypatch.setattr("tszmq.net.losses._MUTE_SECONDS", 1.0)
     client, engines = client_and_engines(2, endpoints=endpoints)
     for engine in engines:
         answer_one_of(client, engine)
@@ -84,6 +87,34 @@ def test_an_engine_that_never_dials_in_again_is_dead(client_and_engines, endpoin
     answer_one_of(client, again)
 
 
+def test_an_engine_that_cannot_answer_gets_nothing_until_it_can(client_and_engines, endpoints):
+    client, engines = client_and_engines(2, endpoints=endpoints)
+    for engine in engines:
+        answer_one_of(client, engine)
+    held = in_thread(client.generate, [1], data_parallel_rank=0)
+    engines[0].recv_add()
+    engines[0].output.close()
+    with pytest.raises(tszmq.DecodeError):
+        held.result(PATIENCE)
+    for _ in range(4):
+        answer_one(client, engines[1])
+    with pytest.raises(tszmq.EngineDead, match="dead"):
+        client.generate([1], data_parallel_rank=0)
+    dial_again(engines[0])
+    eventually(lambda: can_be_chosen(client, 0))
+    engines[0].drain()
+    answer_one_of(client, engines[0])
+    assert {answer_either(client, engines) for _ in range(2)} == {0, 1}
+
+
+def answer_either(client: tszmq.Client, engines: list[Any]) -> int:
+    call = in_thread(client.generate, [1])
+    engine = eventually(lambda: next((each for each in engines if each.input.poll(0)), None))
+    engine.tokens(engine.recv_add().rid, [3], "stop")
+    index: int = call.result(PATIENCE).engine_index
+    return index
+
+
 def test_what_was_sent_before_it_dialled_in_again_is_lost_too(client_and_engines):
     """An engine may notice late, and say until then what nobody hears."""
     client, [engine] = client_and_engines(endpoints=TCP)
@@ -97,6 +128,7 @@ def test_what_was_sent_before_it_dialled_in_again_is_lost_too(client_and_engines
     for call in (first, second):
         with pytest.raises(tszmq.DecodeError):
             call.result(PATIENCE)
+    eventually(lambda: can_be_chosen(client, 0))
     answer_after_aborts(client, engine)
     assert client.is_alive
 
@@ -177,8 +209,7 @@ def test_one_that_has_dialled_in_again_meanwhile(sources):
 def test_a_known_one_whose_descriptor_is_not_closed_yet(sources):
     """Told once."""
     sources.learn(0, 10)
-    sources.learn(1, 11)
-    assert sources.closed(10, gone(11), [0, 1]) == [0]
+    assert sources.closed(10, gone(11), [0, 1]) == [0]  # 1 has said nothing yet
     assert not sources.knows(0)
     assert sources.closed(10) == []
 

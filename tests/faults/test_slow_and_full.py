@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 import tszmq
-from tests.client_fixtures import answer_one, inflight
+from tests.client_fixtures import answer_one, can_be_chosen, inflight
 from tests.mock_engine import (
     PATIENCE,
     Add,
@@ -346,6 +346,7 @@ def test_a_call_whose_answer_may_be_lost_with_its_connection(client_and_engines,
     if how == "broken":
         engine.output = engine._socket(zmq.PUSH)
         engine.output.connect(engine.init["addresses"]["outputs"][0])
+        eventually(lambda: can_be_chosen(client, 0))
     call, call_id = ask(client, engine)
     answer = [0, [], None, 1.0, [call_id, None, [None, True]], None, None, None, None]
     engine.send_raw([msgspec.msgpack.encode(answer)])

@@ -101,13 +101,29 @@ class Flights:
     def suspend(self, index: int, reason: str) -> bool:
         """No new requests for an engine that is dying; False when it is dead or unknown."""
         record = self.engines.get(index)
-        if record is None or not self.routing.is_alive(index):
+        if record is None or not record.info.alive:
             return False
         record.first_error = record.first_error or reason
         record.info = attrs.evolve(record.info, alive=False)
         self.routing.suspend_engine(index)
         self._find_narrowest()
         return True
+
+    def mute(self, index: int) -> bool:
+        """No new requests for an engine that cannot answer now, until ``unmute``; False when that
+        was so before."""
+        was_served = self.routing.is_alive(index)
+        self.routing.suspend_engine(index)
+        return was_served
+
+    def unmute(self, index: int) -> None:
+        """It can answer again, if it has not died meanwhile."""
+        if self.engines[index].info.alive:
+            self.routing.resume_engine(index)
+
+    def alive_indices(self) -> list[int]:
+        """Engines that are not dead or dying, in order."""
+        return sorted(index for index, record in self.engines.items() if record.info.alive)
 
     def _find_narrowest(self) -> None:
         alive = [record.info for record in self.engines.values() if record.info.alive]

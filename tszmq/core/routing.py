@@ -31,7 +31,9 @@ __all__ = ["RoutingState", "all_dead"]
 
 def all_dead() -> EngineDead:
     """No engine is left."""
-    return EngineDead("every engine is dead: restart one, or close this client")
+    return EngineDead(
+        "every engine is dead, or has lost its output connection: restart one, or close this client"
+    )
 
 
 class _Engine:
@@ -99,6 +101,11 @@ class RoutingState:
         if engine is not None:
             engine.alive = False
             self._list_alive()
+
+    def resume_engine(self, index: int) -> None:
+        """It takes new requests again, after ``suspend_engine``."""
+        self._engines[index].alive = True
+        self._list_alive()
 
     def drop_engine(self, index: int) -> list[str]:
         """The engine is dead: forget its report and return the ids it held."""
@@ -193,7 +200,9 @@ class RoutingState:
             )
         if not engine.alive:
             raise EngineDead(
-                f"data_parallel_rank={pinned} names an engine that is dead", engine_index=pinned
+                f"data_parallel_rank={pinned} names an engine that is dead, or has lost its output "
+                "connection",
+                engine_index=pinned,
             )
         return pinned
 

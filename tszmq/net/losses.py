@@ -2,7 +2,8 @@
 
 A connection of the output socket closed, or a message was refused. What was on its way will not
 come again, and the wire does not say whose it was: everything that the engine held then ends, and
-what it was sent before it had a new connection. An engine that makes no new one cannot answer.
+what it was sent before it had a new connection. As long as it has none it gets nothing new, and
+when it makes none it is dead.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from tszmq.net.sockets import Monitor
 __all__ = ["Losses"]
 
 _GRACE = 0.5  # seconds for the engine to turn out dead, or to make a new connection
-_DEAF_SECONDS = 2.0  # without a new one
+_LOOK_SECONDS = 0.1  # after that, whether it has
+_MUTE_SECONDS = 10.0  # without a new one
 
 
 @attrs.frozen(eq=False)
@@ -92,6 +94,10 @@ class Losses:
             if _has_died(flights, loss.epochs):
                 return  # that was why, and what it held has ended
             ended, waiting = _end(flights, loss, until)
+            is_new = until == math.inf and flights.mute(item.suspects[0])
+            if until < math.inf and item.accepted is not None:
+                for index in item.suspects:
+                    flights.unmute(index)
         wake_all(waiting)
         wake_all(request.gate for request in ended)
         self._abort(ended)
@@ -103,8 +109,11 @@ class Losses:
             )
         if until < math.inf:
             return
-        if time.monotonic() - loss.at < _DEAF_SECONDS:
-            self._at(_GRACE, partial(self._tell, loss))
+        if is_new:
+            text = "tszmq: engine %d gets no requests until it has a new output connection"
+            log.warning(text, item.suspects[0])
+        if time.monotonic() - loss.at < _MUTE_SECONDS:
+            self._at(_LOOK_SECONDS, partial(self._tell, loss))
         else:
             reason = "it lost its output connection and did not make a new one"
             self._give_up(item.suspects[0], reason)

@@ -194,16 +194,14 @@ class Attribution:
             alive: The living engines.
         """
         index = self._engines.get(fd)
-        there = inode(fd)
-        if index is not None and (there is None or there != self._inodes[fd]):
+        if index is not None:
+            # libzmq closes it a moment after it has reported that.
+            there = inode(fd)
+            if gone is None and there is not None and there == self._inodes[fd]:
+                return []  # it was a predecessor's at the same descriptor
             self.forget(index)
             return [index]
-        if gone is None or gone.others is None:
-            return []
-        suspects = self.bereft(gone, alive)
-        if index in suspects:  # libzmq has not closed the descriptor yet
-            self.forget(index)
-        return suspects
+        return [] if gone is None or gone.others is None else self.bereft(gone, alive)
 
     def bereft(self, gone: Departure, alive: Sequence[int]) -> list[int]:
         """The engines one of which a connection may have been that is nobody's as far as is known,

@@ -319,7 +319,7 @@ class _Receiver:
     def _output_closed(self, order: OutputClosed) -> None:
         self._unreadable.pop(order.fd, None)
         with self._shared.state as flights:
-            alive = flights.routing.alive_indices()
+            alive = flights.alive_indices()
         # The successor at a descriptor may have been learnt there.
         is_others = order.reopened and self._sources.is_known(order.fd)
         suspects = self._sources.closed(order.fd, None if is_others else order.gone, alive)
@@ -336,9 +336,9 @@ class _Receiver:
 
     def _lose(self, loss: OutputLost) -> None:
         """Output is lost: what ends from here on may be short, where the wire does not count."""
-        with self._shared.state as flights:
-            for index in loss.suspects:
-                flights.doubt(index, loss.reason)
+        if len(loss.suspects) == 1:
+            with self._shared.state as flights:
+                flights.doubt(loss.suspects[0], loss.reason)
         self._shared.mailbox.post(loss)
 
     def _blame_all(self, order: Blame) -> None:
@@ -348,7 +348,7 @@ class _Receiver:
         guilty = suspects
         if not self._sources.is_known(order.fd):
             with self._shared.state as flights:
-                alive = flights.routing.alive_indices()
+                alive = flights.alive_indices()
             bereft = self._sources.bereft(order.gone, alive)
             guilty = [index for index in guilty if index in bereft]
         for index in guilty:
