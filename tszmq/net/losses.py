@@ -95,9 +95,8 @@ class Losses:
                 return  # that was why, and what it held has ended
             ended, waiting = _end(flights, loss, until)
             is_new = until == math.inf and flights.mute(item.suspects[0])
-            if until < math.inf and item.accepted is not None:
-                for index in item.suspects:
-                    flights.unmute(index)
+            if until < math.inf and item.accepted is not None and len(item.suspects) == 1:
+                flights.unmute(item.suspects[0])
         wake_all(waiting)
         wake_all(request.gate for request in ended)
         self._abort(ended)
