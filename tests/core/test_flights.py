@@ -1186,7 +1186,7 @@ def test_an_end_after_a_loss_is_an_error_where_the_wire_does_not_count() -> None
     """Or a short answer would look whole."""
     place = Place()
     lost, counted, other = (place.admit() for _ in range(3))
-    place.flights.doubt(0, "it broke")
+    place.flights.doubt(0, "it broke", math.inf)
     later = place.admit()
     place.apply((lost, [5], "stop"))
     place.apply((counted, [5], "stop"), completion_tokens=[1])

@@ -36,7 +36,7 @@ from tszmq import SamplingParams
 from tszmq.net.control import _Own
 from tszmq.net.mailbox import Do
 from tszmq.net.orders import Joined
-from tszmq.net.peers import CLOSED, Attribution, Departure, inode
+from tszmq.net.peers import CLOSED, Attribution, inode
 from tszmq.net.sockets import WAKE, Monitor, source_fd
 
 pytestmark = pytest.mark.timeout(60)
@@ -517,7 +517,7 @@ def test_last_words_are_believed_whose_connection_is_gone(client_and_engines, mo
     assert looks
 
 
-def test_what_is_known_of_a_connection_that_closes():
+def test_what_is_known_of_connections():
     with zmq.Context() as context:
         pull = context.socket(zmq.PULL)
         port = pull.bind_to_random_port("tcp://127.0.0.1")
@@ -533,22 +533,22 @@ def test_what_is_known_of_a_connection_that_closes():
 
         try:
             (first, one), (second, two) = dial(), dial()
-            assert monitor.departure(one) == Departure(None, {two: None}, 2)
+            assert [(each.fd, each.number) for each in monitor.connections()] == [
+                (one, 1),
+                (two, 2),
+            ]
             first.close(0)
             eventually(lambda: not monitor.is_open(one))
-            assert monitor.departure(one) == Departure(None, {two: None}, 2)
-            assert not monitor.came_back(None, 2)
-            third, _ = dial()
-            assert monitor.came_back(None, 2)
-            assert monitor.came_back(5, 2)  # over tcp no process is known
+            (gone,) = monitor.closed()
+            assert (gone.fd, gone.number, gone.speaks, gone.pid) == (one, 1, True, None)
+            assert monitor.at(one) is gone
+            assert monitor.num_accepted() == 2
             # Somebody who looks whether the port is open.
-            monitor.closed_descriptors()
             with socket.create_connection(("127.0.0.1", port)):
-                eventually(lambda: monitor.came_back(None, 3))
-            closed = eventually(monitor.closed_descriptors)
-            assert [monitor.departed[fd].others for fd in closed] == [None]
-            for push in (second, third):
-                push.close(0)
+                eventually(lambda: monitor.num_accepted() == 3)
+            (gone,) = eventually(monitor.closed)
+            assert (gone.number, gone.speaks) == (3, False)
+            second.close(0)
         finally:
             pull.disable_monitor()
             monitor.close()

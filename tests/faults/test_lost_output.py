@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import socket
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import pytest
 import zmq
@@ -11,7 +13,9 @@ import zmq
 import tszmq
 from tests.client_fixtures import answer_after_aborts, answer_one, can_be_chosen, inflight
 from tests.mock_engine import PATIENCE, eventually, in_thread, stays_true
-from tszmq.net.peers import Attribution, Departure
+from tszmq.net.mailbox import Learnt
+from tszmq.net.outputs import Outputs
+from tszmq.net.sockets import Connection
 
 TCP = tszmq.Endpoints(*["tcp://127.0.0.1:*"] * 3)
 SOCKETS = {"tcp": TCP, "ipc": tszmq.Endpoints("tcp://127.0.0.1:*")}
@@ -66,7 +70,7 @@ def test_again_before_it_was_heard_again(client_and_engines, endpoints):
 
 def test_an_engine_that_never_dials_in_again_is_dead(client_and_engines, endpoints, monkeypatch):
     """It can answer nobody: its requests would wait for ever, and more would come."""
-    monkeypatch.setattr("tszmq.net.losses._MUTE_SECONDS", 1.0)
+    monkeypatch.setattr("tszmq.net.losses._MOST_LOOKS", 8)
     client, engines = client_and_engines(2, endpoints=endpoints)
     for engine in engines:
         answer_one_of(client, engine)
@@ -169,55 +173,131 @@ def test_strangers_that_come_and_go_hurt_no_silent_engine(client_and_engines, wh
     assert call.result(PATIENCE).token_ids == [7]
 
 
-# -- what is known of connections ---------------------------------------------------------------
+# -- whose a connection may have been -----------------------------------------------------------
 
 
-@pytest.fixture
-def sources(monkeypatch: pytest.MonkeyPatch) -> Attribution:
-    """Engines 0 and 1 over tcp: no process is known; descriptors are their own inodes."""
-    monkeypatch.setattr("tszmq.net.peers.peer_pid", lambda fd: None)
-    monkeypatch.setattr("tszmq.net.peers.inode", lambda fd: fd)
-    made = Attribution()
-    made.join(0, None)
-    made.join(1, None)
-    return made
+class Connections:
+    """Stands for the monitor of the output socket."""
+
+    def __init__(self) -> None:
+        self.open: list[Connection] = []
+        self.accepted = 0
+
+    def dial(self, pid: int | None = None) -> Connection:
+        self.accepted += 1
+        made = Connection(self.accepted, self.accepted, float(self.accepted), pid)
+        self.open.append(made)
+        return made
+
+    def at(self, fd: int) -> Connection | None:
+        return next((each for each in self.open if each.fd == fd), None)
+
+    def is_open(self, fd: int) -> bool:
+        return self.at(fd) is not None
+
+    def connections(self) -> list[Connection]:
+        return self.open
+
+    def num_accepted(self) -> int:
+        return self.accepted
 
 
-def gone(*others: int, pid: int | None = None) -> Departure:
-    return Departure(pid, dict.fromkeys(others), 9)
+class Table:
+    """Engines, each with its connection."""
+
+    def __init__(self, engines: int = 2, pids: Sequence[int | None] = (None, None)) -> None:
+        self.monitor = Connections()
+        self.outputs = Outputs(cast(Any, self.monitor))
+        self.alive = list(range(engines))
+        self.its: list[Connection] = []
+        for index in self.alive:
+            self.outputs.invite(index)
+        for index in self.alive:
+            self.its.append(self.monitor.dial(pids[index]))
+            self.outputs.join(index, pids[index])
+
+    def hear(self, index: int) -> None:
+        self.outputs.learn(Learnt(index, self.its[index].fd))
+
+    def close(self, connection: Connection) -> list[int]:
+        self.monitor.open.remove(connection)
+        return self.outputs.suspects(connection, self.alive)
+
+    def since(self, index: int) -> float:
+        return self.outputs.reachable_since(index, self.alive)
 
 
-def test_one_of_those_that_have_no_other(sources):
-    assert sources.closed(10, gone(11), [0, 1]) == [0, 1]
-    assert sources.closed(10, gone(11, 12), [0, 1]) == []  # a stranger's: both have one
-    sources.learn(1, 11)
-    assert sources.closed(10, gone(11), [0, 1]) == [0]
-    assert sources.closed(10, gone(11, 12), [0, 1]) == []
-    assert sources.closed(10, gone(11), [1]) == []
-    assert sources.closed(10, None, [0, 1]) == []
-    assert sources.closed(10, Departure(None, None, 9), [0, 1]) == []
+def test_one_that_was_heard_is_known():
+    table = Table()
+    table.hear(0)
+    assert table.close(table.its[0]) == [0]
+    assert table.since(0) == math.inf
+    again = table.monitor.dial()
+    assert table.since(0) == again.since
 
 
-def test_one_that_has_dialled_in_again_meanwhile(sources):
-    """It is known by a connection that was not there when the other closed."""
-    sources.learn(0, 12)
-    sources.learn(1, 11)
-    assert sources.closed(10, gone(11), [0, 1]) == [0]
-    assert sources.knows(0)
+def test_one_that_was_not_heard_is_one_of_those_that_have_no_other():
+    table = Table()
+    assert table.close(table.its[0]) == [0, 1]
+    table = Table()
+    table.hear(1)
+    assert table.close(table.its[0]) == [0]
+    table = Table()
+    table.alive = [1]
+    table.hear(1)
+    assert table.close(table.its[0]) == []
 
 
-def test_a_known_one_whose_descriptor_is_not_closed_yet(sources):
-    """Told once."""
-    sources.learn(0, 10)
-    assert sources.closed(10, gone(11), [0, 1]) == [0]  # 1 has said nothing yet
-    assert not sources.knows(0)
-    assert sources.closed(10) == []
+def test_a_strangers_is_nobodys():
+    table = Table()
+    stranger = table.monitor.dial()
+    assert table.close(stranger) == []
+    silent = table.monitor.dial()
+    silent.speaks = False
+    assert table.close(silent) == []
 
 
-def test_processes_tell_who_it_may_have_been(sources):
-    sources.join(0, 100)
-    sources.join(1, 101)
-    assert sources.closed(10, gone(11, pid=100), [0, 1]) == []  # 11 may be its own
-    assert sources.closed(10, Departure(100, {11: 101}, 9), [0, 1]) == [0]
-    assert sources.closed(10, Departure(100, {11: 100}, 9), [0, 1]) == []
-    assert sources.closed(10, gone(pid=102), [0, 1]) == []
+def test_what_is_older_than_an_engines_invitation_is_not_its():
+    """An engine of an earlier client takes its leave; or stays, while an engine's closes."""
+    table = Table(0)
+    stale = table.monitor.dial()
+    table.outputs.invite(0)
+    table.outputs.join(0, None)
+    table.alive = [0]
+    assert table.outputs.suspects(stale, table.alive) == []
+    its = table.monitor.dial()
+    assert table.since(0) == its.since
+    assert table.close(its) == [0]
+    assert table.since(0) == math.inf
+
+
+def test_one_that_dialled_in_again_before_the_end_was_seen():
+    table = Table()
+    table.hear(0)
+    table.hear(1)
+    again = table.monitor.dial()
+    assert table.close(table.its[0]) == [0]
+    assert table.since(0) == again.since
+    table.outputs.learn(Learnt(0, again.fd))
+    assert table.since(0) == again.since
+
+
+def test_a_half_open_connection_that_closes_late():
+    """The engine was heard on its new one before."""
+    table = Table()
+    table.hear(0)
+    again = table.monitor.dial()
+    table.outputs.learn(Learnt(0, again.fd))
+    assert table.close(table.its[0]) == []
+
+
+def test_processes_tell_who_it_may_have_been():
+    table = Table(pids=(100, 101))
+    assert table.close(table.its[0]) == [0]
+    assert table.since(0) == math.inf
+    table.monitor.dial(101)
+    assert table.since(0) == math.inf
+    again = table.monitor.dial(100)
+    assert table.since(0) == again.since
+    stranger = table.monitor.dial(102)
+    assert table.close(stranger) == []

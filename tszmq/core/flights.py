@@ -276,11 +276,16 @@ class Flights:
             self.routing.recount(index, {each.wire_id: len(each.tokens) for each in mine})
         return True
 
-    def doubt(self, index: int, reason: str) -> None:
+    def doubt(self, index: int, reason: str, until: float) -> None:
         """Something that an engine sent will not come: where the wire does not count tokens, nobody
-        can tell whether what ends from here on is whole."""
-        for wire_id in self.routing.inflight_ids(index):
-            self.requests[wire_id].doubt = reason
+        can tell whether what ends from here on is whole, if it was sent before then."""
+        for request in self.held(index, until):
+            request.doubt = reason
+
+    def held(self, index: int, until: float = math.inf) -> list[Request]:
+        """What an engine has been sent until then and has not finished."""
+        held = [self.requests[wire_id] for wire_id in self.routing.inflight_ids(index)]
+        return [request for request in held if request.admitted <= until]
 
     def close(self, error: Callable[[], TszmqError]) -> list[Request]:
         """No new requests. Returns the unfinished ones, and those of earlier calls. Idempotent."""

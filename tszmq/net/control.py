@@ -39,11 +39,12 @@ from tszmq.net.greeter import Greeter
 from tszmq.net.log import log
 from tszmq.net.losses import Losses
 from tszmq.net.orders import Blame, Halt, Joined, OutputClosed, Retire
+from tszmq.net.outputs import Outputs
 from tszmq.net.peers import CLOSED, Connections, peer_pid
 from tszmq.net.sender import Link, Sender
 from tszmq.net.shared import Muster, Shared, wake_all
 from tszmq.net.silence import SilenceWatch
-from tszmq.net.sockets import NOWHERE, WAKE, Sockets, source_fd
+from tszmq.net.sockets import NOWHERE, WAKE, Connection, Sockets, source_fd
 from tszmq.net.timers import Timers
 from tszmq.types import EngineInfo
 from tszmq.wire.startup import engine_index
@@ -57,7 +58,9 @@ _CLOSING_SECONDS = (0.02, 0.1, 0.5, 2.0, 8.0)
 _SWEEP_SECONDS = 0.25
 _GRACE = 0.1  # between the loss of an engine's input connection and its requests' end
 _LONG_GRACE = 1.0  # the same, as long as its output connection is open: more may be on its way
-_BLAME_GRACE = 1.5  # for a connection to close that tells who sent a nameless sentinel
+# For a connection to close that tells who sent what names nobody.
+_FAREWELL_GRACE = 5.0
+_UNREADABLE_GRACE = 1.5
 _REGISTRATION_GRACE = 1.0  # after READY, when a successor waits
 _REDIAL_SECONDS = 0.35
 _CLOSING_LINGER_MS = 200  # for the last aborts to leave
@@ -164,19 +167,15 @@ class _Control:
             settings.parallel_config,
             self._connections,
             sockets.monitors[0].is_open,
-            before_init=self._allow_takeovers,
+            before_init=self._invite,
         )
         self._sender = Sender(own.input, shared.protocol, settings.send_timeout, self._begin_death)
         self._silence = SilenceWatch(settings.silence_timeout, settings.silence_warning)
         self._index_of: dict[int, int] = {}  # input connection -> engine index
         self._timers = Timers()
+        self._outputs = Outputs(sockets.monitors[2])
         self._losses = Losses(
-            shared,
-            sockets.monitors[2],
-            at=self._at,
-            pid_of=self._pid,
-            abort=self._sender.abort,
-            give_up=self._begin_death,
+            shared, self._outputs, self._at, self._sender.abort, self._begin_death
         )
         self._actions: dict[type, Callable[[Any], object]] = {
             mail.Add: self._sender.add,
@@ -187,7 +186,8 @@ class _Control:
             mail.Do: lambda item: item.action(),
             mail.Expire: self._timers.watch,
             mail.Suspect: self._suspect,
-            mail.OutputLost: self._losses.note,
+            mail.OutputLost: self._losses.refused,
+            mail.Learnt: self._outputs.learn,
             mail.Dropped: self._dropped,
             mail.Stop: self._stop,
         }
@@ -219,9 +219,7 @@ class _Control:
             # What closed is read before the messages and acted on after them: a connection's
             # last messages are in the socket by the time its end is reported.
             closed = [
-                monitor.closed_descriptors()
-                if monitor.socket in ready or monitor.has_news()
-                else []
+                monitor.closed() if monitor.socket in ready or monitor.has_news() else []
                 for monitor in self._sockets.monitors
             ]
             if self._greeter.socket in ready or closed[0]:
@@ -320,7 +318,8 @@ class _Control:
         connection = self._connections.number(fd, self._sockets.monitors[1].is_open(fd))
         pid = peer_pid(fd)
         known = None if pid == CLOSED else pid
-        self._sender.links[index] = Link(connection, epoch, info.lockstep, known)
+        self._sender.links[index] = Link(connection, epoch, info.lockstep)
+        self._outputs.join(index, known)
         self._index_of[connection] = index
         self._order(Joined(index, pid))
         self._publish_muster()
@@ -329,6 +328,11 @@ class _Control:
     def _allow_takeovers(self) -> None:
         """Only while an engine is on its way may one that dials in take an identity in use."""
         self._input.setsockopt(zmq.ROUTER_HANDOVER, int(self._startup.pending()))
+
+    def _invite(self, index: int) -> None:
+        """An engine is about to be told where to dial."""
+        self._outputs.invite(index)
+        self._allow_takeovers()
 
     def _publish_muster(self) -> None:
         self._allow_takeovers()
@@ -339,18 +343,20 @@ class _Control:
 
     # -- engines go
 
-    def _note_closed(self, handshake: list[int], input_: list[int], output: list[int]) -> None:
-        for fd in handshake + input_:
-            self._look_at(fd)
+    def _note_closed(
+        self, handshake: list[Connection], input_: list[Connection], output: list[Connection]
+    ) -> None:
+        for connection in handshake + input_:
+            self._look_at(connection.fd)
             for seconds in _CLOSING_SECONDS:
-                self._at(seconds, partial(self._look_at, fd))
-        for fd in output:
-            gone = self._sockets.monitors[2].departed[fd]
-            reopened = self._sockets.monitors[2].is_open(fd)
-            # At once: when the engine has dialled in again, it goes on as if nothing were missing.
-            self._order(OutputClosed(fd, gone.accepted, gone, reopened))
+                self._at(seconds, partial(self._look_at, connection.fd))
+        if output:
+            self._read_mail()  # who was heard on which
+        for connection in output:
             for seconds in _CLOSING_SECONDS:
-                self._at(seconds, partial(self._order, OutputClosed(fd, gone.accepted)))
+                order = OutputClosed(connection.fd, connection.pid)
+                self._at(seconds, partial(self._order, order))
+            self._losses.closed(connection)
 
     def _look_at(self, fd: int) -> None:
         """Which connections at this descriptor are gone, and what that means."""
@@ -383,6 +389,7 @@ class _Control:
             return
         self._sender.abort(item.requests)  # it may still read, even if nobody can read it
         self._sender.drop(item.engine_index)
+        self._outputs.forget(item.engine_index)
         self._index_of.pop(link.connection, None)
         if link.lockstep:
             self._lose_group(item.engine_index, item.reason)
@@ -397,14 +404,13 @@ class _Control:
             self._begin_death(index, text, grace=0.0)
 
     def _suspect(self, item: mail.Suspect) -> None:
-        gone = self._sockets.monitors[2].departure(item.fd)
-        order = Blame(item.fd, item.reason, item.unreadable, item.sole, gone)
+        with self._shared.state as flights:
+            alive = flights.alive_indices()
+        candidates = frozenset(self._outputs.candidates(item.fd, alive))
+        order = Blame(item.fd, item.reason, item.unreadable, candidates, item.sole)
         # The culprit's connections usually close now and tell who it was.
-        self._at(_BLAME_GRACE if item.sole is None else 0.0, partial(self._order, order))
-
-    def _pid(self, index: int) -> int | None:
-        link = self._sender.links.get(index)
-        return None if link is None else link.pid
+        grace = _UNREADABLE_GRACE if item.unreadable else _FAREWELL_GRACE
+        self._at(grace if item.sole is None else 0.0, partial(self._order, order))
 
     def _check_silence(self) -> None:
         assert self._silence.interval is not None

@@ -54,7 +54,7 @@ class Greeter:
         parallel_config: Mapping[str, Any],
         connections: Connections,
         is_open: Callable[[int], bool],
-        before_init: Callable[[], object],
+        before_init: Callable[[int], object],
     ) -> None:
         self.socket = socket
         self._before_init = before_init
@@ -149,7 +149,7 @@ class Greeter:
             self._address_for(index, self._endpoints.output or ""),
             self._parallel_config,
         )
-        self._before_init()
+        self._before_init(index)
         try:
             self.socket.send_multipart([engine_identity(index), init], zmq.NOBLOCK)
         except zmq.ZMQError as error:

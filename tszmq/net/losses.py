@@ -1,9 +1,9 @@
 """Output that is lost while its engine lives: whoever waits for it is told.
 
 A connection of the output socket closed, or a message was refused. What was on its way will not
-come again, and the wire does not say whose it was: everything that the engine held then ends, and
-what it was sent before it had a new connection. As long as it has none it gets nothing new, and
-when it makes none it is dead.
+come again, and the wire does not say whose it was: everything ends that the engine was sent before
+it had the connection that it has now. As long as it has none it gets nothing new, and when it
+makes none it is dead.
 """
 
 from __future__ import annotations
@@ -21,32 +21,43 @@ from tszmq.core.flights import Flights
 from tszmq.core.request import Request, Wakeable
 from tszmq.net.log import log
 from tszmq.net.mailbox import OutputLost
+from tszmq.net.outputs import Outputs
 from tszmq.net.shared import Shared, wake_all
-from tszmq.net.sockets import Monitor
+from tszmq.net.sockets import Connection
 
 __all__ = ["Losses"]
 
+_READ_SECONDS = 0.05  # until what came before a connection closed has been read
 _GRACE = 0.5  # seconds for the engine to turn out dead, or to make a new connection
+_GRACE_OF_SEVERAL = 5.0  # the same, where it is one of several: one that ends takes its time
 _LOOK_SECONDS = 0.1  # after that, whether it has
-_MUTE_SECONDS = 10.0  # without a new one
+_MOST_LOOKS = 300
+_CLOSED = "a message was too large for max_message_bytes, or the connection broke"
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class _Loss:
     """Output that is lost, and who waited for it.
 
     Attributes:
-        item: As it was told.
-        epochs: Of the engines one of which sent it.
-        ids, calls: What they held then.
-        at: When (monotonic seconds).
+        epochs: Of the engine that sent it; or of several, one of which did.
+        reason: For the error.
+        refused: Its connection is there.
+        requests, calls: What they held then.
+        looks: How often it was looked whether the engine has a new connection.
     """
 
-    item: OutputLost
     epochs: dict[int, int]
-    ids: list[str]
+    reason: str
+    refused: bool
+    requests: list[Request]
     calls: list[Call]
-    at: float
+    looks: int = 0
+
+    @property
+    def sole(self) -> int | None:
+        """The engine, where it can be told."""
+        return next(iter(self.epochs)) if len(self.epochs) == 1 else None
 
 
 class Losses:
@@ -54,9 +65,8 @@ class Losses:
 
     Args:
         shared: The client's.
-        monitor: Of the output socket.
+        outputs: Which connections may be whose.
         at: Calls a function after so many seconds.
-        pid_of: An engine's process, as far as it is known.
         abort: Tells engines that nobody waits for these requests.
         give_up: An engine is dead, and why.
     """
@@ -64,69 +74,76 @@ class Losses:
     def __init__(
         self,
         shared: Shared,
-        monitor: Monitor,
-        *,
+        outputs: Outputs,
         at: Callable[[float, Callable[[], None]], None],
-        pid_of: Callable[[int], int | None],
         abort: Callable[[list[Request]], None],
         give_up: Callable[[int, str], None],
     ) -> None:
         self._shared = shared
-        self._monitor = monitor
+        self._outputs = outputs
         self._at = at
-        self._pid_of = pid_of
         self._abort = abort
         self._give_up = give_up
 
-    def note(self, item: OutputLost) -> None:
-        """Output was lost: unless its engine dies of the same, those who wait for it are told."""
+    def refused(self, item: OutputLost) -> None:
+        """A message was not read."""
+        self._note([item.engine_index], item.reason, refused=True)
+
+    def closed(self, gone: Connection) -> None:
+        """A connection of the output socket closed."""
         with self._shared.state as flights:
-            epochs = {index: flights.engines[index].epoch for index in item.suspects}
-            ids = [each for index in epochs for each in flights.routing.inflight_ids(index)]
-            calls = [call for index in epochs for call in flights.calls.unanswered(index)]
-        loss = _Loss(item, epochs, ids, calls, time.monotonic())
-        self._at(_GRACE, partial(self._tell, loss))
+            alive = flights.alive_indices()
+        suspects = self._outputs.suspects(gone, alive)
+        if len(suspects) == 1:
+            self._at(_READ_SECONDS, partial(self._doubt, suspects[0]))
+        if suspects:
+            self._note(suspects, _CLOSED, refused=False)
+
+    def _doubt(self, index: int) -> None:
+        """Before it has dialled in again, and goes on as if nothing were missing."""
+        with self._shared.state as flights:
+            alive = flights.alive_indices()
+        until = self._outputs.reachable_since(index, alive)
+        with self._shared.state as flights:
+            flights.doubt(index, _CLOSED, until)
+
+    def _note(self, suspects: list[int], reason: str, *, refused: bool) -> None:
+        with self._shared.state as flights:
+            loss = _Loss(
+                {index: flights.engines[index].epoch for index in suspects},
+                reason,
+                refused,
+                [request for index in suspects for request in flights.held(index)],
+                [call for index in suspects for call in flights.calls.unanswered(index)],
+            )
+        self._at(_GRACE if len(suspects) == 1 else _GRACE_OF_SEVERAL, partial(self._tell, loss))
 
     def _tell(self, loss: _Loss) -> None:
-        item = loss.item
-        until = self._lost_until(item)
+        """Unless an engine died of the same, those who wait for what is lost are told."""
+        sole = None if loss.refused else loss.sole
+        with self._shared.state as flights:
+            alive = flights.alive_indices()
+        since = None if sole is None else self._outputs.reachable_since(sole, alive)
+        is_new = False
         with self._shared.state as flights:
             if _has_died(flights, loss.epochs):
                 return  # that was why, and what it held has ended
-            ended, waiting = _end(flights, loss, until)
-            is_new = until == math.inf and flights.mute(item.suspects[0])
-            if until < math.inf and item.accepted is not None and len(item.suspects) == 1:
-                flights.unmute(item.suspects[0])
+            ended, waiting = _end(flights, loss, since)
+            if sole is not None and since == math.inf:
+                is_new = flights.mute(sole)
+            elif sole is not None:
+                flights.unmute(sole)
         wake_all(waiting)
         wake_all(request.gate for request in ended)
         self._abort(ended)
-        if ended:
-            whose = " or ".join(map(str, item.suspects))
-            log.error(
-                "tszmq: output of engine %s was lost: %s; %d requests failed",
-                *(whose, item.reason, len(ended)),
-            )
-        if until < math.inf:
+        _log(loss, ended, is_new)
+        if sole is None or since != math.inf:
             return
-        if is_new:
-            text = "tszmq: engine %d gets no requests until it has a new output connection"
-            log.warning(text, item.suspects[0])
-        if time.monotonic() - loss.at < _MUTE_SECONDS:
+        loss.looks += 1
+        if loss.looks < _MOST_LOOKS:
             self._at(_LOOK_SECONDS, partial(self._tell, loss))
         else:
-            reason = "it lost its output connection and did not make a new one"
-            self._give_up(item.suspects[0], reason)
-
-    def _lost_until(self, item: OutputLost) -> float:
-        """When what was sent to the engine could be answered again; infinite when not yet."""
-        if item.accepted is None:
-            return 0.0  # it has its connection
-        if len(item.suspects) > 1:
-            return self._monitor.last_accepted
-        pid = self._pid_of(item.suspects[0])
-        return (
-            self._monitor.last_accepted if self._monitor.came_back(pid, item.accepted) else math.inf
-        )
+            self._give_up(sole, "it lost its output connection and did not make a new one")
 
 
 def _has_died(flights: Flights, epochs: dict[int, int]) -> bool:
@@ -138,23 +155,41 @@ def _has_died(flights: Flights, epochs: dict[int, int]) -> bool:
     return False
 
 
-def _end(flights: Flights, loss: _Loss, until: float) -> tuple[list[Request], list[Wakeable]]:
-    """End the requests and calls that a loss is about. Returns those requests, and whom to wake
-    beside them."""
-    reason, now = loss.item.reason, time.monotonic()
-    ids = dict.fromkeys(loss.ids)
-    for index in loss.epochs:
-        for wire_id in flights.routing.inflight_ids(index):
-            if flights.requests[wire_id].admitted <= until:
-                ids[wire_id] = None
-    ended = []
-    for wire_id in ids:
-        request = flights.requests.get(wire_id)
-        if request is not None:
-            end = output_lost(request.engine_index, reason)
-            if flights.withdraw(request, end, now):
-                ended.append(request)
+def _end(
+    flights: Flights, loss: _Loss, since: float | None
+) -> tuple[list[Request], list[Wakeable]]:
+    """End the requests and calls that a loss is about.
+
+    Args:
+        flights: The state.
+        loss: The loss.
+        since: When the engine made the connection that it has; None when that is not known.
+
+    Returns:
+        Those requests, and whom to wake beside them.
+    """
+    now = time.monotonic()
+    requests = loss.requests
+    if since is not None and loss.sole is not None:
+        requests = flights.held(loss.sole, since)
+    ended = [
+        request
+        for request in requests
+        if flights.withdraw(request, output_lost(request.engine_index, loss.reason), now)
+    ]
     waiting = flights.grant()
     for call in loss.calls:
-        waiting += flights.calls.fail([call], partial(answer_lost, call.engine_index, reason))
+        waiting += flights.calls.fail([call], partial(answer_lost, call.engine_index, loss.reason))
     return ended, waiting
+
+
+def _log(loss: _Loss, ended: list[Request], is_new: bool) -> None:
+    if ended:
+        log.error(
+            "tszmq: output of engine %s was lost: %s; %d requests failed",
+            *(" or ".join(map(str, loss.epochs)), loss.reason, len(ended)),
+        )
+    if is_new:
+        log.warning(
+            "tszmq: engine %s gets no requests until it has a new output connection", loss.sole
+        )

@@ -76,18 +76,18 @@ class Expire:
 
 @attrs.frozen(eq=False)
 class OutputLost:
-    """What an engine sent will not be read, while it may well live.
+    """What an engine sent will not be read, for that reason, while its connection is there."""
 
-    Attributes:
-        suspects: The engine; or several, one of which it is.
-        reason: Why, for the error.
-        accepted: How many output connections had been accepted when its own closed; None when
-            that is still there.
-    """
-
-    suspects: list[int]
+    engine_index: int
     reason: str
-    accepted: int | None = None
+
+
+@attrs.frozen(eq=False)
+class Learnt:
+    """An engine was heard on the output connection at that descriptor."""
+
+    engine_index: int
+    fd: int
 
 
 @attrs.frozen(eq=False)

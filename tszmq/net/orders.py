@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import attrs
 
-from tszmq.net.peers import Departure
-
 __all__ = ["Blame", "Halt", "Joined", "OutputClosed", "Retire"]
 
 
@@ -34,19 +32,10 @@ class Retire:
 
 @attrs.frozen
 class OutputClosed:
-    """A connection of the output socket closed.
-
-    Attributes:
-        fd: Its descriptor.
-        accepted: How many had been accepted until then.
-        gone: What else is known of it; None to look only whether the descriptor is closed by now.
-        reopened: Another has the descriptor by now.
-    """
+    """A connection of the output socket closed; ``pid``: the process, where it is known."""
 
     fd: int
-    accepted: int
-    gone: Departure | None = None
-    reopened: bool = False
+    pid: int | None
 
 
 @attrs.frozen
@@ -54,15 +43,15 @@ class Blame:
     """Nothing else told who sent this: every engine that may have is dead.
 
     Attributes:
+        candidates: Those that may have, as far as the control thread knows.
         sole: The only one that may have, when it came; None to look again.
-        gone: What is known of the connection, which may be there still.
     """
 
     fd: int
     reason: str
     unreadable: bool
+    candidates: frozenset[int]
     sole: int | None
-    gone: Departure
 
 
 @attrs.frozen

@@ -7,13 +7,11 @@ import errno
 import os
 import socket
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-
-import attrs
+from collections.abc import Iterator, Sequence
 
 CLOSED = -1
 
-__all__ = ["CLOSED", "Attribution", "Connections", "Departure", "inode", "local_host", "peer_pid"]
+__all__ = ["CLOSED", "Attribution", "Connections", "inode", "local_host", "peer_pid"]
 
 
 @contextlib.contextmanager
@@ -116,27 +114,6 @@ class Connections:
         return list(self._seen)
 
 
-@attrs.frozen
-class Departure:
-    """A connection that closed.
-
-    Attributes:
-        pid: The process that had the other end, where it is known.
-        others: Descriptors of those that were open then, each with the process in the same way;
-            None when it was nobody that speaks ZMTP.
-        accepted: How many had been accepted until then.
-    """
-
-    pid: int | None
-    others: Mapping[int, int | None] | None
-    accepted: int
-
-
-def _may_be(pid: int | None, other: int | None) -> bool:
-    """Whether two processes may be the same, as far as they are known."""
-    return pid == other or not {None, CLOSED}.isdisjoint((pid, other))
-
-
 class Attribution:
     """Which connection of the output socket is which engine's.
 
@@ -183,40 +160,18 @@ class Attribution:
         self._engines[fd] = index
         self._inodes[fd] = inode(fd)
 
-    def closed(
-        self, fd: int, gone: Departure | None = None, alive: Sequence[int] = ()
-    ) -> list[int]:
-        """A connection closed a moment ago: the engine whose it was; or several, one of which.
-
-        Args:
-            fd: Its descriptor.
-            gone: What is known of it; None to look only whether it is closed by now.
-            alive: The living engines.
-        """
+    def closed(self, fd: int, pid: int | None = None, alive: Sequence[int] = ()) -> int | None:
+        """A connection of that process closed a moment ago; the engine whose it was, when known."""
         index = self._engines.get(fd)
-        if index is not None:
-            # libzmq closes it a moment after it has reported that.
-            there = inode(fd)
-            if gone is None and there is not None and there == self._inodes[fd]:
-                return []  # it was a predecessor's at the same descriptor
-            self.forget(index)
-            return [index]
-        return [] if gone is None or gone.others is None else self.bereft(gone, alive)
-
-    def bereft(self, gone: Departure, alive: Sequence[int]) -> list[int]:
-        """The engines one of which a connection may have been that is nobody's as far as is known,
-        and that closed or is about to: those that have no other. None of them, as long as each may
-        have one of those that are left: then it was a stranger's."""
-        others = gone.others or {}
-        silent = [
-            index
-            for index in alive
-            if self._fds.get(index) not in others and _may_be(self._pids.get(index), gone.pid)
-        ]
-        unnamed = [
-            fd for fd, pid in others.items() if fd not in self._engines and _may_be(pid, gone.pid)
-        ]
-        return silent if len(unnamed) < len(silent) else []
+        there = inode(fd)
+        if index is None and pid not in (None, CLOSED):
+            # Its first message may have been what ended it.
+            silent = [i for i in alive if i not in self._fds and self._pids.get(i) == pid]
+            return silent[0] if len(silent) == 1 else None
+        if index is None or (there is not None and there == self._inodes[fd]):
+            return None  # nobody's, or that of a predecessor at the same descriptor
+        self.forget(index)
+        return index
 
     def suspects(self, fd: int, alive: list[int]) -> list[int]:
         """The living engines whose connection that may be."""

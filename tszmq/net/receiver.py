@@ -10,6 +10,7 @@ which engine sent a death sentinel or bytes that cannot be read.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from tszmq.core.request import Wakeable
 from tszmq.errors import DecodeError, EngineDead, TszmqError
 from tszmq.net.gate import never_waits
 from tszmq.net.log import log
-from tszmq.net.mailbox import Dropped, OutputLost, Suspect, Wave
+from tszmq.net.mailbox import Dropped, Learnt, OutputLost, Suspect, Wave
 from tszmq.net.orders import Blame, Halt, Joined, OutputClosed, Retire
 from tszmq.net.peers import Attribution
 from tszmq.net.shared import Shared, wake_all
@@ -190,6 +191,7 @@ class _Receiver:
             fd = source_fd(frame)
             if fd != NOWHERE:
                 self._sources.learn(named, fd)
+                self._shared.mailbox.post(Learnt(named, fd))
         return applied.source
 
     def _pass_on(self, signals: Sequence[WaveComplete | StartWave | UtilityResult]) -> None:
@@ -223,7 +225,9 @@ class _Receiver:
         )
         suspects = self._suspects(fd, unreadable=False)
         if len(suspects) == 1:
-            self._lose(OutputLost(suspects, reason))
+            with self._shared.state as flights:
+                flights.doubt(suspects[0], reason, math.inf)
+            self._shared.mailbox.post(OutputLost(suspects[0], reason))
         self._note_unreadable(fd, DecodeError(reason))
 
     def _doubt(self, batch: EngineBatch, fd: int) -> None:
@@ -319,38 +323,21 @@ class _Receiver:
     def _output_closed(self, order: OutputClosed) -> None:
         self._unreadable.pop(order.fd, None)
         with self._shared.state as flights:
-            alive = flights.alive_indices()
-        # The successor at a descriptor may have been learnt there.
-        is_others = order.reopened and self._sources.is_known(order.fd)
-        suspects = self._sources.closed(order.fd, None if is_others else order.gone, alive)
-        if not suspects:
+            engines = list(flights.engines)
+        index = self._sources.closed(order.fd, order.pid, engines)
+        if index is None:
             return
         with self._shared.state as flights:
-            record = flights.engines[suspects[0]]
-        if record.info.alive:
-            reason = "a message was too large for max_message_bytes, or the connection broke"
-            self._lose(OutputLost(suspects, reason, order.accepted))
-        else:
+            record = flights.engines[index]
+        if not record.info.alive:
             reason = record.first_error or "it went away"
-            self._dead.append(Retire(suspects[0], record.epoch, reason))
-
-    def _lose(self, loss: OutputLost) -> None:
-        """Output is lost: what ends from here on may be short, where the wire does not count."""
-        if len(loss.suspects) == 1:
-            with self._shared.state as flights:
-                flights.doubt(loss.suspects[0], loss.reason)
-        self._shared.mailbox.post(loss)
+            self._dead.append(Retire(index, record.epoch, reason))
 
     def _blame_all(self, order: Blame) -> None:
         # A connection may be gone by now: who may have had it is looked up while it is there.
         sole = order.sole
         suspects = self._suspects(order.fd, order.unreadable) if sole is None else [sole]
-        guilty = suspects
-        if not self._sources.is_known(order.fd):
-            with self._shared.state as flights:
-                alive = flights.alive_indices()
-            bereft = self._sources.bereft(order.gone, alive)
-            guilty = [index for index in guilty if index in bereft]
+        guilty = [index for index in suspects if index in order.candidates]
         for index in guilty:
             self._condemn(index, order.reason, order.unreadable)
         if suspects and not guilty:

@@ -27,13 +27,11 @@ class Link:
         connection: Its number.
         epoch: Of the registration.
         lockstep: The engine steps together with the others of its group.
-        pid: Its process, where that is known.
     """
 
     connection: int
     epoch: int
     lockstep: bool
-    pid: int | None
 
 
 class Sender:

@@ -25,6 +25,7 @@ import resource
 import threading
 import time
 import traceback
+from collections.abc import Iterable
 from typing import Any, Generic, TypeVar
 
 import attrs
@@ -33,11 +34,11 @@ from zmq.utils.monitor import recv_monitor_message
 
 from tszmq.errors import ConnectError, LockOrderError
 from tszmq.net.addresses import IpcFiles, claim_ipc_path, ipc_path, is_loopback, is_tcp, tcp_host
-from tszmq.net.peers import Departure, peer_pid
+from tszmq.net.peers import peer_pid
 from tszmq.ownership import CHECKED
 from tszmq.types import Endpoints
 
-__all__ = ["NOWHERE", "Monitor", "Owned", "Sockets", "bind_sockets", "source_fd"]
+__all__ = ["NOWHERE", "Connection", "Monitor", "Owned", "Sockets", "bind_sockets", "source_fd"]
 
 T = TypeVar("T")
 
@@ -129,8 +130,29 @@ class Owned(Generic[T]):
         return value
 
 
+@attrs.define(eq=False)
+class Connection:
+    """One that a monitored socket accepted.
+
+    Attributes:
+        fd: Its descriptor, which others have before and after it.
+        number: Which it was, in order; 0 when its beginning was not seen.
+        since: When (monotonic seconds).
+        pid: The process at the other end, where that was asked for and is known.
+        speaks: It is not known that it never spoke ZMTP.
+        owner: The engine that has been heard on it.
+    """
+
+    fd: int
+    number: int = 0
+    since: float = 0.0
+    pid: int | None = None
+    speaks: bool = True
+    owner: int | None = None
+
+
 class Monitor:
-    """The connections of one socket, by descriptor.
+    """The connections of one socket.
 
     Made by the thread that binds, read and closed by the control thread. The owner of the
     monitored socket calls its ``disable_monitor()`` before it closes that.
@@ -142,45 +164,37 @@ class Monitor:
             zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | _NOT_ZMTP
         )
         self.socket.setsockopt(zmq.LINGER, 0)
-        self._open: dict[int, int | None] = {}  # fd -> the process at the other end
-        self._numbers: dict[int, int] = {}  # fd -> which of all that were accepted was there last
+        self._open: dict[int, Connection] = {}  # by descriptor, in order of their numbers
+        self._last: dict[int, Connection] = {}  # that closed, by descriptor
         self._accepted = 0
         self._failing = False  # the next to close is one that never spoke ZMTP
-        self.last_accepted = 0.0
-        """When the last was accepted (monotonic seconds)."""
-        self.departed: dict[int, Departure] = {}
-        """The last to close at each descriptor; where ``asks_who``."""
-        self._closed: list[int] = []
+        self._closed: list[Connection] = []
 
     def _read(self) -> None:
         while self.socket.poll(0):
             event = recv_monitor_message(self.socket, zmq.NOBLOCK)
+            fd = event["value"]
             if event["event"] == zmq.EVENT_ACCEPTED:
                 self._accepted += 1
-                self.last_accepted = time.monotonic()
-                self._numbers[event["value"]] = self._accepted
-                self._open[event["value"]] = peer_pid(event["value"]) if self._asks else None
+                pid = peer_pid(fd) if self._asks else None
+                self._open.pop(fd, None)  # or it would keep the place of the one before
+                self._open[fd] = Connection(fd, self._accepted, time.monotonic(), pid)
             elif event["event"] == zmq.EVENT_DISCONNECTED:
-                self._note_closed(event["value"])
+                gone = self._open.pop(fd, None) or Connection(fd)
+                gone.speaks, self._failing = not self._failing, False
+                self._last[fd] = gone
+                self._closed.append(gone)
             else:  # libzmq's one thread reports it just before that connection's end
                 self._failing = True
 
-    def _note_closed(self, fd: int) -> None:
-        pid = self._open.pop(fd, None)
-        failing, self._failing = self._failing, False
-        if self._asks:
-            others = None if failing else dict(self._open)
-            self.departed[fd] = Departure(pid, others, self._accepted)
-        self._closed.append(fd)
-
-    def closed_descriptors(self) -> list[int]:
-        """Descriptors of connections that closed since the last call."""
+    def closed(self) -> list[Connection]:
+        """Connections that closed since the last call."""
         self._read()
         closed, self._closed = self._closed, []
         return closed
 
     def has_news(self) -> bool:
-        """Whether ``is_open`` met the end of a connection that has not been reported."""
+        """Whether another question met the end of a connection that has not been reported."""
         return bool(self._closed)
 
     def is_open(self, fd: int) -> bool:
@@ -188,22 +202,20 @@ class Monitor:
         self._read()
         return fd in self._open
 
-    def departure(self, fd: int) -> Departure:
-        """What is known of the last connection there, as if it closed now if it has not."""
+    def at(self, fd: int) -> Connection | None:
+        """The connection at that descriptor, or the last there was."""
         self._read()
-        if fd not in self._open and fd in self.departed:
-            return self.departed[fd]
-        others = {other: pid for other, pid in self._open.items() if other != fd}
-        return Departure(self._open.get(fd), others, self._accepted)
+        return self._open.get(fd) or self._last.get(fd)
 
-    def came_back(self, pid: int | None, accepted: int) -> bool:
-        """Whether a process made a connection after that many had been accepted, and has it; as
-        far as processes are known."""
+    def connections(self) -> Iterable[Connection]:
+        """Those that are open, in order of their numbers."""
         self._read()
-        return any(
-            self._numbers[fd] > accepted and (pid is None or other is None or other == pid)
-            for fd, other in self._open.items()
-        )
+        return self._open.values()
+
+    def num_accepted(self) -> int:
+        """How many connections have been accepted so far."""
+        self._read()
+        return self._accepted
 
     def close(self) -> None:
         """Stop reading."""
