@@ -152,6 +152,43 @@ def test_silent_engines_outlive_one_that_dies(client_and_engines):
         assert calls[rank].result(PATIENCE).token_ids == [7]
 
 
+def test_one_of_several_silent_engines_is_found_out(client_and_engines, monkeypatch):
+    """Once the other has been heard, which had its connection all the time."""
+    monkeypatch.setattr("tszmq.net.losses._GRACE_OF_SEVERAL", 1.0)
+    client, engines = client_and_engines(2, endpoints=TCP)
+    calls = [in_thread(client.generate, [1], data_parallel_rank=rank) for rank in (0, 1)]
+    rids = [engine.recv_add().rid for engine in engines]
+    engines[0].output.close()
+    engines[1].tokens(rids[1], [7], "stop")
+    assert calls[1].result(PATIENCE).token_ids == [7]
+    with pytest.raises(tszmq.DecodeError, match="engine 0 was lost"):
+        calls[0].result(PATIENCE)
+    eventually(lambda: not can_be_chosen(client, 0))
+    assert can_be_chosen(client, 1)
+    dial_again(engines[0])
+    eventually(lambda: can_be_chosen(client, 0))
+
+
+def test_all_that_may_have_lost_output_are_told_where_nothing_tells_whose_it_was(
+    client_and_engines, monkeypatch
+):
+    """One of them would wait for ever."""
+    monkeypatch.setattr("tszmq.net.losses._GRACE_OF_SEVERAL", 0.5)
+    client, engines = client_and_engines(2, endpoints=TCP)
+    calls = [in_thread(client.generate, [1], data_parallel_rank=rank) for rank in (0, 1)]
+    for engine in engines:
+        engine.recv_add()
+    engines[0].output.close()
+    for call in calls:
+        with pytest.raises(tszmq.DecodeError):
+            call.result(PATIENCE)
+    dial_again(engines[0])
+    for engine in engines:
+        engine.recv_abort()
+        answer_one_of(client, engine)
+    assert [info.alive for info in client.engines] == [True, True]
+
+
 @pytest.mark.parametrize("who", ["a port scanner", "an engine of an earlier client"])
 def test_strangers_that_come_and_go_hurt_no_silent_engine(client_and_engines, who):
     client, [engine] = client_and_engines(endpoints=TCP)

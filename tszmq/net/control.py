@@ -13,7 +13,7 @@ What can happen, and what follows:
                                 rest: when its output connection closes, too, after 0.1 s when
                                 that is not known, after 1 s in any case
     output connection alone     its requests fail 0.5 s later: what was in transit is lost; it
-                                gets none until it has a new one, and is dead after 10 s
+                                gets none until it has a new one, and is dead after 30 s
     send refused (EHOSTUNREACH) as a closed connection
     silence                     warned about; fatal after ``silence_timeout``, while it has work
 """

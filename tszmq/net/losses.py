@@ -54,11 +54,6 @@ class _Loss:
     calls: list[Call]
     looks: int = 0
 
-    @property
-    def sole(self) -> int | None:
-        """The engine, where it can be told."""
-        return next(iter(self.epochs)) if len(self.epochs) == 1 else None
-
 
 class Losses:
     """For the control thread.
@@ -120,30 +115,50 @@ class Losses:
 
     def _tell(self, loss: _Loss) -> None:
         """Unless an engine died of the same, those who wait for what is lost are told."""
-        sole = None if loss.refused else loss.sole
-        with self._shared.state as flights:
-            alive = flights.alive_indices()
-        since = None if sole is None else self._outputs.reachable_since(sole, alive)
-        is_new = False
         with self._shared.state as flights:
             if _has_died(flights, loss.epochs):
                 return  # that was why, and what it held has ended
-            ended, waiting = _end(flights, loss, since)
-            if sole is not None and since == math.inf:
-                is_new = flights.mute(sole)
-            elif sole is not None:
+            alive = flights.alive_indices()
+        since = {index: self._outputs.reachable_since(index, alive) for index in loss.epochs}
+        cut_off = [] if loss.refused else [i for i, each in since.items() if each == math.inf]
+        sole = _only(cut_off) if cut_off else _only(list(since))
+        # Where others are cut off, too, it may have a connection that may be one of theirs.
+        silenced = sole if cut_off and not self._may_be_reachable(sole) else None
+        is_new = False
+        with self._shared.state as flights:
+            requests = loss.requests if sole is None else _of(sole, loss.requests)
+            if silenced is not None:
+                requests = flights.held(silenced)
+                is_new = flights.mute(silenced)
+            elif sole is not None and not loss.refused:
+                requests = requests if cut_off else flights.held(sole, since[sole])
                 flights.unmute(sole)
+            ended, waiting = _end(flights, loss, requests)
         wake_all(waiting)
         wake_all(request.gate for request in ended)
         self._abort(ended)
-        _log(loss, ended, is_new)
-        if sole is None or since != math.inf:
-            return
+        _log(loss, ended, silenced if is_new else None)
+        if cut_off:
+            loss.epochs = {index: loss.epochs[index] for index in cut_off}
+            self._look_again(loss, silenced)
+
+    def _may_be_reachable(self, index: int | None) -> bool:
+        return index is None or self._outputs.may_be_reachable(index)
+
+    def _look_again(self, loss: _Loss, silenced: int | None) -> None:
         loss.looks += 1
         if loss.looks < _MOST_LOOKS:
             self._at(_LOOK_SECONDS, partial(self._tell, loss))
-        else:
-            self._give_up(sole, "it lost its output connection and did not make a new one")
+        elif silenced is not None:
+            self._give_up(silenced, "it lost its output connection and did not make a new one")
+
+
+def _only(indices: list[int]) -> int | None:
+    return indices[0] if len(indices) == 1 else None
+
+
+def _of(index: int, requests: list[Request]) -> list[Request]:
+    return [request for request in requests if request.engine_index == index]
 
 
 def _has_died(flights: Flights, epochs: dict[int, int]) -> bool:
@@ -156,22 +171,11 @@ def _has_died(flights: Flights, epochs: dict[int, int]) -> bool:
 
 
 def _end(
-    flights: Flights, loss: _Loss, since: float | None
+    flights: Flights, loss: _Loss, requests: list[Request]
 ) -> tuple[list[Request], list[Wakeable]]:
-    """End the requests and calls that a loss is about.
-
-    Args:
-        flights: The state.
-        loss: The loss.
-        since: When the engine made the connection that it has; None when that is not known.
-
-    Returns:
-        Those requests, and whom to wake beside them.
-    """
+    """End those requests, and the calls that a loss is about. Returns the requests that this has
+    ended, and whom to wake beside them."""
     now = time.monotonic()
-    requests = loss.requests
-    if since is not None and loss.sole is not None:
-        requests = flights.held(loss.sole, since)
     ended = [
         request
         for request in requests
@@ -183,13 +187,12 @@ def _end(
     return ended, waiting
 
 
-def _log(loss: _Loss, ended: list[Request], is_new: bool) -> None:
+def _log(loss: _Loss, ended: list[Request], muted: int | None) -> None:
     if ended:
+        whose = " or ".join(map(str, sorted({request.engine_index for request in ended})))
         log.error(
             "tszmq: output of engine %s was lost: %s; %d requests failed",
-            *(" or ".join(map(str, loss.epochs)), loss.reason, len(ended)),
+            *(whose, loss.reason, len(ended)),
         )
-    if is_new:
-        log.warning(
-            "tszmq: engine %s gets no requests until it has a new output connection", loss.sole
-        )
+    if muted is not None:
+        log.warning("tszmq: engine %d gets no requests until it has a new output connection", muted)

@@ -77,8 +77,8 @@ class Outputs:
         return list(alive) if connection is None else self.suspects(connection, alive)
 
     def reachable_since(self, index: int, alive: Sequence[int]) -> float:
-        """When the engine made the connection that may be its own now (monotonic seconds);
-        infinite when it has none."""
+        """When the engine made the connection that it has now (monotonic seconds); infinite when
+        there are fewer than are needed, and it may have none."""
         heard = self._heard.get(index)
         if heard is not None and self._is_open(heard):
             return heard.since
@@ -88,6 +88,10 @@ class Outputs:
         self._deal(others, unnamed)
         mine = self._deal([index], unnamed)
         return mine[0].since if mine else math.inf
+
+    def may_be_reachable(self, index: int) -> bool:
+        """Whether there is a connection that may be its own."""
+        return bool(self._deal([index], self._unnamed(self._pids.get(index))))
 
     def _silent(self, alive: Sequence[int], pid: int | None) -> list[int]:
         """Engines of that process that have no connection on which they were heard."""
