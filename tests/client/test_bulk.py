@@ -1207,3 +1207,83 @@ def test_progress_flag(client_and_engines, capfd, progress):
     assert out == ""
     if not progress:
         assert err == ""
+
+
+class Millions:
+    """More prompts than there is time to make an error for each, one by one."""
+
+    def __len__(self) -> int:
+        return 10**9
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return itertools.repeat([1])
+
+
+@pytest.mark.parametrize("how", ["the deadline", "close"])
+def test_the_end_of_a_batch_does_not_wait_for_its_prompts(client_and_engines, how) -> None:
+    """However many are left, each of which gets an error when it is asked for."""
+    client, [engine] = client_and_engines()
+    timeout = 0.3 * UNIT if how == "the deadline" else None
+    results = client.as_completed(Millions(), max_inflight=1, timeout=timeout, errors="return")
+    first = in_thread(next, results)
+    engine.recv_add()
+    if how == "close":
+        client.close()
+    outcomes = [
+        first.result(PATIENCE)[1],
+        *(outcome for _, outcome in itertools.islice(results, 3)),
+    ]
+    kind = tszmq.DeadlineExceeded if how == "the deadline" else tszmq.ClientClosed
+    assert [type(outcome) for outcome in outcomes] == [kind] * 4
+    results.close()
+    with pytest.raises(kind):
+        in_thread(client.generate_many, Millions(), max_inflight=1, timeout=timeout).result(
+            PATIENCE
+        )
+
+
+class Prompt(list[int]):
+    """One that can be seen to be kept."""
+
+
+def test_errors_that_are_returned_keep_no_prompts(client_and_engines) -> None:
+    """A traceback's frames would."""
+    client, _ = client_and_engines()
+    seen = []
+
+    def prompts() -> Iterator[Prompt]:
+        for _ in range(3):
+            prompt = Prompt([-1])
+            seen.append(weakref.ref(prompt))
+            yield prompt
+
+    errors = client.generate_many(prompts(), errors="return")
+    assert [type(error) for error in errors] == [tszmq.InvalidRequest] * 3
+    gc.collect()
+    assert [ref() for ref in seen] == [None] * 3
+
+
+def test_an_error_in_the_callers_own_code_says_where(client_and_engines) -> None:
+    client, _ = client_and_engines()
+
+    class Broken:
+        def __len__(self) -> int:
+            raise ValueError("mine")
+
+        def __iter__(self) -> Iterator[int]:
+            raise ValueError("mine")
+
+    (error,) = client.generate_many([Broken()], errors="return")
+    assert isinstance(error, ValueError)
+    assert error.__traceback__ is not None
+
+
+def test_an_error_of_the_callers_iter_is_the_callers(client_and_engines) -> None:
+    client, _ = client_and_engines()
+
+    class Broken:
+        def __iter__(self) -> Iterator[list[int]]:
+            raise TypeError("mine")
+
+    with pytest.raises(TypeError, match="mine"):
+        client.generate_many(Broken())

@@ -236,3 +236,22 @@ def test_a_lockstep_group_dies_as_a_whole():
         assert "lockstep group" in str(caught.value) or "lockstep" in group.health()[0].first_error
         assert time.monotonic() - started < PATIENCE
         assert not group.is_alive
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "error"),
+    [
+        ("wake_up", ("weights",), "tags must be a sequence, got 'weights'"),
+        ("wake_up", (5,), "tags must be a sequence, got 5"),
+        ("collective_rpc", ("echo", None, "abc"), "args must be a sequence, got 'abc'"),
+        ("collective_rpc", ("echo", None, (), ["ab"]), "kwargs must be a mapping"),
+        ("collective_rpc", (5,), "method must be a str, got 5"),
+        ("collective_rpc", ("",), "method is empty"),
+        ("update_weights", (["ab"],), "update_info must be a mapping"),
+        ("init_weight_transfer", (5,), "init_info must be a mapping, got 5"),
+    ],
+)
+def test_a_text_is_no_sequence_of_arguments(client, method, arguments, error):
+    """It would be sent letter by letter."""
+    with pytest.raises((TypeError, tszmq.InvalidRequest), match=error):
+        getattr(client, method)(*arguments)

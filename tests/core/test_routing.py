@@ -482,3 +482,20 @@ def test_a_release_that_a_signal_cut_off_can_be_repeated(last):
         return lambda: state.release(0, "0-0-1", 3), verify
 
     assert interrupt_everywhere(prepare) >= 4
+
+
+class Falsy(LeastLoaded):
+    """Such as one that is empty at first."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def pick(self, scores, start):
+        return 0
+
+
+def test_a_policy_that_is_false_is_used():
+    state = RoutingState(Falsy())
+    state.add_engine(0)
+    state.add_engine(1)
+    assert [state.reserve(f"r{n}", 1) for n in range(3)] == [0, 0, 0]

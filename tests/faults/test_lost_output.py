@@ -13,6 +13,7 @@ import zmq
 import tszmq
 from tests.client_fixtures import answer_after_aborts, answer_one, can_be_chosen, inflight
 from tests.mock_engine import PATIENCE, eventually, in_thread, stays_true
+from tszmq.net.losses import Losses
 from tszmq.net.mailbox import Learnt
 from tszmq.net.outputs import Outputs
 from tszmq.net.sockets import Connection
@@ -189,6 +190,44 @@ def test_all_that_may_have_lost_output_are_told_where_nothing_tells_whose_it_was
     assert [info.alive for info in client.engines] == [True, True]
 
 
+def test_silent_engines_outlive_one_that_ends_bit_by_bit(client_and_engines, monkeypatch):
+    """Its output connection closes first, and might have been any of theirs."""
+    monkeypatch.setattr("tszmq.net.losses._GRACE_OF_SEVERAL", 1.0)
+    seen = []
+    note = Losses._note
+
+    def noting(losses, suspects, *args, **options):
+        seen.append(suspects)
+        note(losses, suspects, *args, **options)
+
+    monkeypatch.setattr(Losses, "_note", noting)
+    client, engines = client_and_engines(3, endpoints=TCP)
+    calls = [in_thread(client.generate, [1], data_parallel_rank=rank) for rank in range(3)]
+    rids = [engine.recv_add().rid for engine in engines]
+    engines[2].output.close()
+    eventually(lambda: seen == [[0, 1, 2]])
+    engines[2].close()
+    with pytest.raises(tszmq.EngineDead):
+        calls[2].result(PATIENCE)
+    stays_true(lambda: not any(call.done() for call in calls[:2]), 1.5)
+    for rank in (0, 1):
+        engines[rank].tokens(rids[rank], [7], "stop")
+        assert calls[rank].result(PATIENCE).token_ids == [7]
+
+
+def test_what_may_be_short_is_doubted_at_once(client_and_engines, endpoints):
+    """Before the engine has dialled in again and ended it as if nothing were missing."""
+    client, [engine] = client_and_engines(endpoints=endpoints)
+    stream = client.stream([1], LONG)
+    engine.recv_add()
+    engine.output.close()
+    with client._session.shared.state as flights:
+        (request,) = flights.requests.values()
+    eventually(lambda: request.doubt)
+    assert not stream.finished
+    stream.close()
+
+
 @pytest.mark.parametrize("who", ["a port scanner", "an engine of an earlier client"])
 def test_strangers_that_come_and_go_hurt_no_silent_engine(client_and_engines, who):
     client, [engine] = client_and_engines(endpoints=TCP)
@@ -289,9 +328,16 @@ def test_a_strangers_is_nobodys():
     table = Table()
     stranger = table.monitor.dial()
     assert table.close(stranger) == []
-    silent = table.monitor.dial()
-    silent.speaks = False
-    assert table.close(silent) == []
+
+
+def test_who_never_spoke_the_protocol_is_no_engine():
+    """One of which is known by nothing, and has not dialled in."""
+    for speaks in (True, False):
+        table = Table(1)
+        table.monitor.open.clear()
+        stranger = table.monitor.dial()
+        stranger.speaks = speaks
+        assert table.close(stranger) == ([0] if speaks else [])
 
 
 def test_what_is_older_than_an_engines_invitation_is_not_its():
