@@ -224,8 +224,6 @@ class _Batch:
         except Exception as error:  # a prompt of the caller's making may raise anything
             if hasattr(prompt, "__index__") and not hasattr(prompt, "__len__"):
                 error.add_note("each prompt is a sequence of token ids; for one, call generate")
-            if self._return_errors:
-                _let_go(error)
             self._fail(index, error)
         return True
 
@@ -369,9 +367,11 @@ class _Batch:
             self._told |= isinstance(outcome, DeadlineExceeded)
             if not isinstance(outcome, TokenChunk) or outcome.finish_reason is not None:
                 self._done += 1
-            if isinstance(outcome, Exception) and not self._return_errors:
-                outcome.add_note(f"this is about prompts[{index}] of the call")
-                raise outcome
+            if isinstance(outcome, Exception):
+                if not self._return_errors:
+                    outcome.add_note(f"this is about prompts[{index}] of the call")
+                    raise outcome
+                _let_go(outcome)
             yield index, outcome
         self._report()
 
@@ -431,8 +431,8 @@ def _too_late(timeout: float | None) -> DeadlineExceeded:
 
 
 def _let_go(error: Exception) -> None:
-    """An error that is kept must not keep its prompt, which the frames of a traceback do. One that
-    the caller's own code raised keeps it: it says where."""
+    """An error that is kept must not keep its prompt and this client, which the frames of a
+    traceback do. One that the caller's own code raised keeps it: it says where."""
     innermost = error.__traceback__
     while innermost is not None and innermost.tb_next is not None:
         innermost = innermost.tb_next

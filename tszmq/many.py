@@ -62,7 +62,8 @@ class BulkCalls:
             max_inflight: Unfinished requests of this call at once; None: enough to keep the
                 engines busy.
             errors: ``"raise"``: the first error is raised, with a note that names its prompt, and
-                the rest aborted. ``"return"``: a failed prompt's place holds its exception.
+                the rest aborted. ``"return"``: a failed prompt's place holds its exception, with
+                a traceback only when the caller's own code raised it.
             progress: True for a line on standard error, or a callable ``(done, total or None)``,
                 called in this thread under no lock; calls are coalesced, the last says all.
 

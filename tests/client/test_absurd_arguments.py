@@ -266,3 +266,15 @@ def test_stop_tokens_that_fit_no_memory():
         tszmq.InvalidRequest,
         "the length of stop_token_ids must be at most",
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"parallel_config": 1}, "parallel_config must be a mapping, got 1"),
+        ({"parallel_config": []}, r"parallel_config must be a mapping, got \[\]"),
+        ({"protocol": "vllm", "model": 1}, "model must be a path, got 1"),
+    ],
+)
+def test_options_of_a_wrong_type_are_named(options: dict[str, Any], text: str) -> None:
+    check_refused(lambda: Client.bind(LOOPBACK, **options), TypeError, text)

@@ -1263,6 +1263,16 @@ def test_errors_that_are_returned_keep_no_prompts(client_and_engines) -> None:
     assert [ref() for ref in seen] == [None] * 3
 
 
+def test_errors_that_are_returned_keep_no_client(client_and_engines) -> None:
+    """Those of requests that were sent, too."""
+    client, [engine] = client_and_engines()
+    call = in_thread(client.generate_many, [[1]], errors="return")
+    engine.tokens(engine.recv_add().rid, [], "abort")
+    (error,) = call.result(PATIENCE)
+    assert isinstance(error, tszmq.RequestRejected)
+    assert error.__traceback__ is None
+
+
 def test_an_error_in_the_callers_own_code_says_where(client_and_engines) -> None:
     client, _ = client_and_engines()
 

@@ -72,3 +72,14 @@ def test_hundreds_that_wait_are_gone_one_after_another(
     # Who comes later is answered as ever.
     greeting.closed(10 + count)
     assert router.sent == [engine_identity(count), engine_identity(count + 1)]
+
+
+def test_what_anybody_can_cause_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Peers that say HELLO, get their INIT and leave."""
+    caplog.set_level(logging.WARNING, "tszmq")
+    startup = Startup(1)
+    greeting = greeter(Router(0), startup)
+    for connection in range(300):
+        assert startup.hello(0, connection)
+        greeting.closed(connection)
+    assert 1 <= len(caplog.records) < 100

@@ -9,11 +9,13 @@ import threading
 from pathlib import Path
 
 import pytest
+import zmq
 
 from tests.client_fixtures import short_dir
 from tests.conftest import tszmq_threads, wait_until
 from tszmq import Client, Endpoints
 from tszmq.errors import ConnectError
+from tszmq.net.sockets import _Binder
 
 __all__ = ["short_dir"]
 
@@ -97,3 +99,14 @@ class TestNothingStays:
         patched.setattr(socket, "socketpair", refuse)
         with pytest.raises(ConnectError, match="Too many open files"):
             Client.bind(endpoints)
+
+
+@pytest.mark.parametrize(("send_timeout", "milliseconds"), [(1.0, 25_000), (60.0, 60_000)])
+def test_how_long_a_host_may_acknowledge_nothing(send_timeout: float, milliseconds: int) -> None:
+    """Not for ever, and longer than an engine may leave unread what it is sent."""
+    binder = _Binder(1000, send_timeout)
+    try:
+        bound, _ = binder.bind(zmq.ROUTER, "tcp://127.0.0.1:*")
+        assert bound.getsockopt(zmq.TCP_MAXRT) == milliseconds
+    finally:
+        binder.undo()
