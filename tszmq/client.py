@@ -315,7 +315,8 @@ class Client(BulkCalls, EngineCalls):
             return
         with self._session.shared.state as flights:
             flights.batch_aborts += batches
-            requests, waiting = list(flights.requests.values()), list(flights.waiting.values())
+            requests = list(flights.requests.values())
+            waiting = list(flights.places.waiting.values())
         mine, early = ([each for each in some if chosen(each)] for some in (requests, waiting))
         with self._session.shared.state as flights:
             tickets = flights.abort_waiting(set(early), time.monotonic())

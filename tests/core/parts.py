@@ -52,6 +52,7 @@ class Place:
         max_inflight: int | None = None,
     ) -> None:
         self.ids = WireIds(NONCE)
+        self.bound = max_inflight or 0
         self.flights = Flights(self.ids, policy, max_inflight)
         self.epochs = [self.flights.register(engine_info(i), 0.0) for i in range(engines)]
 

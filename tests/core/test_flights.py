@@ -217,7 +217,7 @@ def test_several_grants_that_a_signal_cut_off_wake_everyone_whose_turn_it_is(fre
             place.flights.withdraw(request, ABORTED, 2.0)
 
         def verify():
-            woken = {*place.flights.grant(), *place.flights.granted()}
+            woken = {*place.flights.grant(), *place.flights.places.granted()}
             assert woken == set(waiters[:free])
             everyone_is_served(place, waiters)
 
@@ -239,10 +239,10 @@ def test_giving_up_that_a_signal_cut_off_can_be_repeated(leaving):
         gone, left = waiters[leaving], [*waiters[:leaving], *waiters[leaving + 1 :]]
 
         def verify():
-            assert set(left) <= set(place.flights.everyone_waiting())
-            woken = {*place.flights.give_up(gone), *place.flights.granted()}
+            assert set(left) <= set(place.flights.places.everyone())
+            woken = {*place.flights.give_up(gone), *place.flights.places.granted()}
             assert woken == set(left[:2])
-            assert gone not in place.flights.everyone_waiting()
+            assert gone not in place.flights.places.everyone()
             everyone_is_served(place, left)
 
         return lambda: place.flights.give_up(gone), verify
@@ -263,14 +263,13 @@ def crowded(bound):
 def everyone_is_served(place, waiters):
     """One after the other, with nothing running at first; then every place is free again."""
     for waiter in waiters:
-        assert waiter in place.flights.granted()
+        assert waiter in place.flights.places.granted()
         request = place.request()
         assert place.flights.admit(request, None, 3.0, waiter)
         place.flights.withdraw(request, ABORTED, 4.0)
         place.flights.grant()
-    assert place.flights.everyone_waiting() == []
-    assert place.flights.max_inflight is not None
-    for _ in range(place.flights.max_inflight):
+    assert place.flights.places.everyone() == []
+    for _ in range(place.bound):
         place.admit()
     place.check()
 
@@ -931,12 +930,12 @@ def test_everyone_who_waits_is_named_after_close_until_he_leaves():
         place.flights.admit(place.request(), None, 1.0, waiter)
     place.flights.close(lambda: ClientClosed("closed"))
     for _ in range(2):
-        assert place.flights.everyone_waiting() == waiters
+        assert place.flights.places.everyone() == waiters
     for waiter in waiters:
         with pytest.raises(ClientClosed):
             place.flights.admit(place.request(), None, 1.0, waiter)
         place.flights.give_up(waiter)
-    assert place.flights.everyone_waiting() == []
+    assert place.flights.places.everyone() == []
 
 
 # --- apply() beside a row-by-row reading -------------------------------------------------------

@@ -35,9 +35,10 @@ from tests.mock_engine import (
 from tszmq import SamplingParams
 from tszmq.net.control import _Own
 from tszmq.net.mailbox import Do
+from tszmq.net.monitors import Monitor
 from tszmq.net.orders import Joined
 from tszmq.net.peers import CLOSED, Attribution, inode
-from tszmq.net.sockets import WAKE, Monitor, source_fd
+from tszmq.net.sockets import WAKE, source_fd
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -15,8 +15,8 @@ from tests.client_fixtures import answer_after_aborts, answer_one, can_be_chosen
 from tests.mock_engine import PATIENCE, eventually, in_thread, stays_true
 from tszmq.net.losses import Losses
 from tszmq.net.mailbox import Learnt
+from tszmq.net.monitors import Connection
 from tszmq.net.outputs import Outputs
-from tszmq.net.sockets import Connection
 
 TCP = tszmq.Endpoints(*["tcp://127.0.0.1:*"] * 3)
 SOCKETS = {"tcp": TCP, "ipc": tszmq.Endpoints("tcp://127.0.0.1:*")}

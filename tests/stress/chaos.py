@@ -742,7 +742,7 @@ def check_rest(watch: Watch, client: tszmq.Client) -> None:
     wait_for("requests in flight", lambda: not any(client.inflight(index) for index in indices))
     look_inside(client)
     with client._session.shared.state as flights:
-        left = (len(flights.requests), len(flights._queue), len(flights._granted))
+        left = (len(flights.requests), len(flights.places.everyone()))
     if any(left):
         raise Wrong(f"left behind: {left}")
     wait_for(

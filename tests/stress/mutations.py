@@ -313,8 +313,8 @@ BY_TESTS = [
         (
             Patch(
                 "core/flights.py",
-                "        self._leave(ticket)\n        return self.grant()\n",
-                "        self._leave(ticket)\n        return []\n",
+                "        self.places.leave(ticket)\n        return self.grant()\n",
+                "        self.places.leave(ticket)\n        return []\n",
             ),
         ),
         (f"{FLIGHTS}::test_giving_up_passes_the_turn_on",),

@@ -349,10 +349,10 @@ def main(seconds: float, stall: float) -> None:
     wait_for("in flight", lambda: not any(client.inflight(index) for index in indices))
     look_inside(client)
     with client._session.shared.state as flights:
-        left = (len(flights.requests), len(flights._queue), len(flights._granted))
+        left = (len(flights.requests), len(flights.places.everyone()))
         views = [flights.routing.view(index) for index in indices]
     loads = [client.load(index) for index in indices]
-    if left != (0, 0, 0) or views != [(0, 0, 0)] * ENGINES:
+    if left != (0, 0) or views != [(0, 0, 0)] * ENGINES:
         fail(f"left behind: {left}, {views}")
     if any(load is None or load != load.idle() for load in loads):
         fail(f"idle engines show {loads}")

@@ -9,7 +9,6 @@ it is told the time, and returns whom to wake once the lock is released.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable
 
 import attrs
@@ -17,6 +16,7 @@ import attrs
 from tszmq.core.calls import Calls
 from tszmq.core.endings import ending, output_lost, tokens_lost
 from tszmq.core.ids import WireIds
+from tszmq.core.places import Places
 from tszmq.core.policy import Policy
 from tszmq.core.request import ABORTED, End, Request, Wakeable
 from tszmq.core.routing import RoutingState, all_dead
@@ -73,11 +73,8 @@ class Flights:
         self._closing: dict[str, Request] = {}  # what ``close`` found unfinished
         self._narrowest: EngineInfo | None = None  # of the living engines
         self.closed: Callable[[], TszmqError] | None = None
-        self.max_inflight = max_inflight
+        self.places = Places(max_inflight)
         self._epochs = 0
-        self._queue: deque[Wakeable] = deque()  # waiting for a place, first come first served
-        self._granted: set[Wakeable] = set()  # woken to take one
-        self.waiting: dict[Wakeable, Request] = {}  # by ticket: those of both
         self.batch_aborts = 0  # times that all batches were aborted
         self._rows: dict[int, Rows] = {}  # engine -> its last batch's, all of them placed on it
         self._shown: list[Wakeable] = []  # readers of rows that are remembered no more
@@ -197,45 +194,31 @@ class Flights:
             self._end_unplaced(request, now)
         if request.end is not None:
             return True
-        if self.max_inflight is not None and not self._has_place(ticket):
-            self.waiting[ticket] = request
-            if ticket not in self._queue:
-                self._queue.append(ticket)
+        if not self.places.has_one_for(ticket, len(self.requests)):
+            self.places.wait(ticket, request)
             return False
         index = self.routing.choose(request.prompt_tokens, pinned)
         # Listed before the place is taken: whatever interrupts the rest, withdraw() undoes it.
         request.engine_index = index
         self.requests[request.wire_id] = request
         self.routing.place(index, request.wire_id, request.prompt_tokens)
-        self._leave(ticket)
+        self.places.leave(ticket)
         request.admitted = now
         if self.routing.inflight(index) == 1:
             self.engines[index].busy_since = now
         return True
 
-    def _has_place(self, ticket: Wakeable) -> bool:
-        assert self.max_inflight is not None
-        if ticket in self._granted:
-            return True
-        free = self.max_inflight - len(self.requests) - len(self._granted)
-        return free > 0 and not self._queue
-
     def give_up(self, ticket: Wakeable) -> list[Wakeable]:
         """A ticket is not used; its turn goes to the next."""
-        self._leave(ticket)
+        self.places.leave(ticket)
         return self.grant()
-
-    def _leave(self, ticket: Wakeable) -> None:
-        self._granted.discard(ticket)
-        if ticket in self._queue:
-            self._queue.remove(ticket)
-        self.waiting.pop(ticket, None)
 
     def abort_waiting(self, requests: set[Request], now: float) -> list[Wakeable]:
         """Abort those of the requests that wait for a place. Returns their tickets, to wake."""
-        tickets = [ticket for ticket, request in self.waiting.items() if request in requests]
+        waiting = self.places.waiting
+        tickets = [ticket for ticket, request in waiting.items() if request in requests]
         for ticket in tickets:
-            self._end_unplaced(self.waiting[ticket], now)
+            self._end_unplaced(waiting[ticket], now)
         return tickets
 
     @staticmethod
@@ -246,16 +229,7 @@ class Flights:
 
     def grant(self) -> list[Wakeable]:
         """Whose turn it is, after places were freed."""
-        granted: list[Wakeable] = []
-        if not self._queue or self.max_inflight is None:
-            return granted
-        while self._queue and len(self.requests) + len(self._granted) < self.max_inflight:
-            # Never in neither: a signal may cut off whoever asks.
-            ticket = self._queue[0]
-            self._granted.add(ticket)
-            self._queue.popleft()
-            granted.append(ticket)
-        return granted
+        return self.places.grant(len(self.requests))
 
     def withdraw(self, request: Request, end: End, now: float) -> bool:
         """End a request from this side; False when it had ended or was never admitted."""
@@ -288,19 +262,14 @@ class Flights:
         return [request for request in held if request.admitted <= until]
 
     def close(self, error: Callable[[], TszmqError]) -> list[Request]:
-        """No new requests. Returns the unfinished ones, and those of earlier calls. Idempotent."""
+        """No new requests. Returns the unfinished ones, and those of earlier calls. Idempotent.
+
+        Whoever waits for a place is to be woken, and leaves the queue by itself.
+        """
         if self.closed is None:
             self.closed = error
         self._closing.update(self.requests)
         return list(self._closing.values())
-
-    def everyone_waiting(self) -> list[Wakeable]:
-        """Whoever waits for a place; after ``close``. They leave the queue themselves."""
-        return [*self._queue, *self._granted]
-
-    def granted(self) -> list[Wakeable]:
-        """Whose turn it is and who has not taken it yet."""
-        return list(self._granted)
 
     def _finish(self, request: Request, end: End, now: float) -> None:
         """The request is over. Its place is freed by the caller, under the same lock."""

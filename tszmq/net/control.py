@@ -38,13 +38,14 @@ from tszmq.net.gate import never_waits
 from tszmq.net.greeter import Greeter
 from tszmq.net.log import log
 from tszmq.net.losses import Losses
+from tszmq.net.monitors import Connection
 from tszmq.net.orders import Blame, Halt, Joined, OutputClosed, Retire
 from tszmq.net.outputs import Outputs
 from tszmq.net.peers import CLOSED, Connections, peer_pid
 from tszmq.net.sender import Link, Sender
 from tszmq.net.shared import Muster, Shared, wake_all
 from tszmq.net.silence import SilenceWatch
-from tszmq.net.sockets import NOWHERE, WAKE, Connection, Sockets, source_fd
+from tszmq.net.sockets import NOWHERE, WAKE, Sockets, source_fd
 from tszmq.net.timers import Timers
 from tszmq.types import EngineInfo
 from tszmq.wire.startup import engine_index

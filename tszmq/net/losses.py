@@ -21,9 +21,9 @@ from tszmq.core.flights import Flights
 from tszmq.core.request import Request, Wakeable
 from tszmq.net.log import log
 from tszmq.net.mailbox import OutputLost
+from tszmq.net.monitors import Connection
 from tszmq.net.outputs import Outputs
 from tszmq.net.shared import Shared, wake_all
-from tszmq.net.sockets import Connection
 
 __all__ = ["Losses"]
 

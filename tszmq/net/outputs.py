@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 
 from tszmq.net.mailbox import Learnt
+from tszmq.net.monitors import Connection, Monitor
 from tszmq.net.peers import CLOSED
-from tszmq.net.sockets import Connection, Monitor
 
 __all__ = ["Outputs"]
 

@@ -84,7 +84,7 @@ class Shared:
             for request in requests:
                 flights.withdraw(request, end, now)
             flights.grant()
-            granted = flights.granted()
+            granted = flights.places.granted()
         return granted + [request.gate for request in requests if request.end is not None]
 
     def close(self, error: Callable[[], TszmqError]) -> list[Request]:
@@ -99,7 +99,7 @@ class Shared:
             ended = flights.close(error)
             for request in ended:
                 flights.withdraw(request, end, now)
-            waiting = flights.everyone_waiting()
+            waiting = flights.places.everyone()
             waiting += flights.calls.fail(flights.calls.unanswered(), error)
         wake_all(waiting)
         wake_all(request.gate for request in ended)
@@ -138,7 +138,7 @@ class Shared:
                 if request.group is not None:
                     request.group.finished.append(request)
                     request.group.failed = True
-            waiting = flights.everyone_waiting()
+            waiting = flights.places.everyone()
             waiting += flights.calls.fail(flights.calls.unanswered(), error)
         wake_all([*waiting, *(request.gate for request in ended)])
         self.arrivals.wake()

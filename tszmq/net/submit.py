@@ -88,7 +88,7 @@ def _give_up(shared: Shared, ticket: Wakeable) -> None:
     with shared.state as flights:
         # Also those whom a caller gave a turn and was cut off before it woke them.
         flights.give_up(ticket)
-        granted = flights.granted()
+        granted = flights.places.granted()
     wake_all(granted)
 
 

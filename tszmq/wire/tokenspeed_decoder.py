@@ -9,40 +9,39 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 from itertools import chain
 from operator import countOf
-from typing import Any, TypeAlias
+from typing import Any
 
-from tszmq.codec import HOLE, PLACEHOLDER, pack, unpack_pieces
+from tszmq.codec import pack, unpack_pieces
 from tszmq.errors import DecodeError
 from tszmq.types import EngineLoad
 from tszmq.wire.base import NONE_ENDS, Counts, EngineBatch, OneEach
-from tszmq.wire.columns import FLOAT_ROW, rare_texts, single_floats, single_ints
 from tszmq.wire.startup import MAX_ENGINE_INDEX
 from tszmq.wire.tokenspeed_known import (
-    CUT_ZEROS,
     HEADER,
     LARGE,
     KnownRows,
     Shape,
-    Span,
     hides_a_bool,
 )
-from tszmq.wire.tokenspeed_output import TAG, engine_load, read_batch
+from tszmq.wire.tokenspeed_large import (
+    HEAD,
+    IDS,
+    Single,
+    find_single,
+    unpack_large,
+    unpack_single,
+)
+from tszmq.wire.tokenspeed_output import engine_load, read_batch
 from tszmq.wire.tokenspeed_repeat import Repeat
 
 __all__ = ["TokenSpeedDecoder"]
 
-_HEAD = b"\x9e\xb3" + TAG.encode()  # an array of 14, the tag
 _LARGE_HEADER = b"\xdc"  # of an array of 16 items or more; two bytes for their number follow
-_LARGE_HEAD = _HEAD + _LARGE_HEADER
-_ELEMENTS = 14
-_IDS = len(_HEAD) + HEADER  # where the first id is, in a large batch
+_LARGE_HEAD = HEAD + _LARGE_HEADER
 _KEY = 29  # bytes of the first id, if it is ours: they tell engines apart
-_KEY_END = _IDS + _KEY
-_HOLES = [HOLE * columns for columns in range(4)]
-_PLACEHOLDERS = [[PLACEHOLDER] * columns for columns in range(7)]
+_KEY_END = IDS + _KEY
 _MOST_KNOWN = 64  # engines are remembered
 _MOST_BYTES = 1 << 18  # of their ids: bounds what a broken one can make us keep
 _COLUMNS = 7  # after the ids
@@ -50,12 +49,6 @@ _PROMPTS = 4  # the element that has the prompt tokens
 _COUNTS_AND_ON = 4  # of them: those after the prompt tokens
 # What the steps below raise on a message that is not the usual one.
 _UNUSUAL = (DecodeError, TypeError, ValueError, OverflowError, AttributeError)
-
-
-_Single: TypeAlias = "tuple[array[int], array[float] | None, Mapping[int, str], int, int, Span]"
-"""What is known of a batch of one token a row without decoding it: its tokens; logprobs, if
-there are any; the rows that end; where the tokens start; where the known rows' prompt tokens end;
-columns before the tail that are not needed."""
 
 
 class TokenSpeedDecoder:
@@ -106,7 +99,7 @@ class TokenSpeedDecoder:
         try:
             if data.startswith(_LARGE_HEAD):
                 return self._read_large(data)
-            if data.startswith(_HEAD):
+            if data.startswith(HEAD):
                 return self._read_small(data)
         except _UNUSUAL:
             pass
@@ -132,13 +125,13 @@ class TokenSpeedDecoder:
             shape = Shape.of(ids[:1])
             ids, prompts = ids[1:], pack(unpack_pieces((data,))[_PROMPTS])[1:]
         else:
-            known = self._known.get(data[_IDS:_KEY_END])
+            known = self._known.get(data[IDS:_KEY_END])
             if known is None or known.rids is not batch.request_ids:
                 return None
             ids, prompts, shape = known.ids, known.prompts, self._shape
         if len(ids) > _MOST_BYTES:
             return None
-        start = b"".join((_HEAD, shape.header, ids, shape.header))
+        start = b"".join((HEAD, shape.header, ids, shape.header))
         return Repeat(start, prompts, shape, batch, step)
 
     def _read_small(self, data: bytes) -> EngineBatch | None:
@@ -147,28 +140,28 @@ class TokenSpeedDecoder:
         # Not compared with one another: two hostile ones may be nested too deeply for that.
         empty: list[Any] = [[]] * len(values[1])
         scored = not (values[7] == empty and values[8] == empty)
-        start = len(_HEAD) + len("".join(values[1]))
+        start = len(HEAD) + len("".join(values[1]))
         return self._read_rows(values, scored, data[start:], b"", None)
 
     def _read_large(self, data: bytes) -> EngineBatch | None:
         """The same of 16 rows or more."""
         shape = self._shape
-        if not data.startswith(shape.header, len(_HEAD)):
-            header = data[len(_HEAD) : _IDS]
+        if not data.startswith(shape.header, len(HEAD)):
+            header = data[len(HEAD) : IDS]
             if len(header) < HEADER or int.from_bytes(header[1:], "big") > len(data):
                 return None  # nothing is made for rows that are not there
             self._shape = shape = Shape.of(header)
-        known = self._known.get(data[_IDS:_KEY_END])
-        if known and not (data.startswith(known.ids, _IDS) and len(known.rids) <= shape.rows):
+        known = self._known.get(data[IDS:_KEY_END])
+        if known and not (data.startswith(known.ids, IDS) and len(known.rids) <= shape.rows):
             known = None
         cut = shape.cut(data)
-        single = known and _find_single(data, shape, known, cut)
+        single = known and find_single(data, shape, known, cut)
         if known and single:
-            values, joined = _unpack_single(data, shape, known, single)
+            values, joined = unpack_single(data, shape, known, single)
             batch = self._read_single(data, shape, values, joined, single)
         else:
-            values = _unpack_large(data, shape, known, cut)
-            start = _IDS + len(known.ids if known else "".join(values[1]))
+            values = unpack_large(data, shape, known, cut)
+            start = IDS + len(known.ids if known else "".join(values[1]))
             headers = shape.header[1:] * _COLUMNS
             batch = self._read_rows(values, not cut[2], data[start:], headers, shape.zeros)
         if batch is not None:
@@ -181,7 +174,7 @@ class TokenSpeedDecoder:
         shape: Shape,
         values: list[Any],
         joined: list[int],
-        single: _Single,
+        single: Single,
     ) -> EngineBatch | None:
         """One that starts with known rows, and has one token in each, with a logprob or not."""
         tokens, logprobs, finished, _, prompts_end, (stop, tail, left_out) = single
@@ -284,136 +277,6 @@ class TokenSpeedDecoder:
             self._known.pop(known.ids[:_KEY], None)
             if len(known.ids) <= _MOST_BYTES and known.drop(list(batch.finished)):
                 self._known[known.ids[:_KEY]] = known
-
-
-def _find_single(data: bytes, shape: Shape, known: KnownRows, cut: Span) -> _Single | None:
-    """A batch that starts with known rows, if it has one token in each row, and a logprob for
-    each or for none. That all stands where it has to is seen when the rest is decoded.
-
-    Args:
-        data: The message.
-        shape: Of its columns.
-        known: The rows.
-        cut: The columns before its tail that hold nothing.
-    """
-    rows, header = shape.rows, shape.header
-    start = _IDS + len(known.ids) + (rows - len(known.rids)) * known.size
-    end = data.find(header, start + HEADER + 2 * rows)
-    if end < 0 or not data.startswith(header, start):
-        return None
-    column = data[start:end]
-    tokens = single_ints(column[HEADER:], rows)
-    if tokens is None:
-        return None
-    logprobs = None
-    if not cut[2]:
-        ids = shape.find(data, column)  # they have the tokens beside them again
-        first = ids - rows * FLOAT_ROW - HEADER
-        if first < end or not data.startswith(header, first):
-            return None
-        logprobs = single_floats(data[first + HEADER : ids], rows)
-        if logprobs is None:
-            return None
-        cut = first, ids + len(column), 2
-    prompts = header + known.prompts
-    finished = NONE_ENDS
-    if data.startswith(shape.running, end):
-        end += len(shape.running)
-    else:
-        first, end = end + HEADER, data.find(prompts, end + HEADER + rows)
-        ends = rare_texts(data[first:end], rows)
-        if ends is None:
-            return None
-        finished = ends
-    if not data.startswith(prompts, end):
-        return None
-    return tokens, logprobs, finished, start, end + len(prompts), cut
-
-
-def _unpack_single(
-    data: bytes, shape: Shape, known: KnownRows, single: _Single
-) -> tuple[list[Any], list[int]]:
-    """The values of a batch that starts with known rows and has one token in each. Tokens, and
-    what is known, are not decoded again.
-
-    Returns:
-        The values, but for tokens and finish reasons; and the prompt tokens of rows that are new.
-
-    Raises:
-        DecodeError: As ``_unpack_large``.
-    """
-    _, _, _, start, prompts_end, (stop, tail, holes) = single
-    joined, ids = shape.rows - len(known.rids), _IDS + len(known.ids)
-    values: list[Any] = unpack_pieces(
-        (
-            _head(_ELEMENTS + 2 * joined) if joined else _HEAD,
-            HOLE,
-            data[ids:start],
-            _HOLES[3],  # tokens, finish reasons, known prompt tokens
-            data[prompts_end:stop],
-            _HOLES[holes],
-            data[tail:],
-        )
-    )
-    at = 2 + joined
-    new_rids, between, new_prompt = (
-        values[2:at],
-        values[at : at + 3],
-        values[at + 3 : at + 3 + joined],
-    )
-    values[1 : at + 3 + joined] = [
-        known.rids + new_rids if joined else known.rids,
-        None,
-        None,
-        known.prompt + new_prompt if joined else known.prompt,
-    ]
-    "".join(new_rids)  # proves str
-    if between + values[9 - holes : 9] != _PLACEHOLDERS[3 + holes]:
-        raise DecodeError("what was left out is something else")
-    if holes == CUT_ZEROS:
-        values[6] = shape.zeros
-    return values, new_prompt
-
-
-def _unpack_large(data: bytes, shape: Shape, known: KnownRows | None, cut: Span) -> list[Any]:
-    """The values of a batch of 16 rows or more.
-
-    Columns that hold nothing are cut out before decoding: empty logprobs are two lists a row,
-    more than all the rest, and enough of them start a garbage collection in every message. Ids
-    that are known are not decoded again.
-
-    Args:
-        data: The message.
-        shape: Of its columns.
-        known: The rows that it starts with, if any.
-        cut: The columns before its tail that hold nothing.
-
-    Raises:
-        DecodeError: It is not one whole message, or something left out is not where it should be.
-    """
-    stop, tail, holes = cut
-    if known is None:
-        values: list[Any] = unpack_pieces((data[:stop], _HOLES[holes], data[tail:]))
-    else:
-        joined = shape.rows - len(known.rids)
-        ids = _IDS + len(known.ids)
-        values = unpack_pieces(
-            (_head(_ELEMENTS + joined), HOLE, data[ids:stop], _HOLES[holes], data[tail:])
-        )
-        new = values[2 : 2 + joined]
-        "".join(new)  # proves str
-        values[1 : 2 + joined] = [known.rids + new if joined else known.rids]
-    if values[9 - holes : 9] != _PLACEHOLDERS[holes]:
-        raise DecodeError("what was left out is something else")
-    if holes == CUT_ZEROS:
-        values[6] = shape.zeros
-    return values
-
-
-@lru_cache(64)
-def _head(elements: int) -> bytes:
-    """The start of a message of so many elements, up to its ids."""
-    return b"\xdc" + elements.to_bytes(2, "big") + _HEAD[1:]
 
 
 def _numbers(completion: list[int], unseen: Iterable[list[int]]) -> tuple[array[int], array[int]]:
