@@ -209,7 +209,7 @@ def can_be_chosen(client: tszmq.Client, index: int) -> bool:
 def waiting_for_a_place(client: tszmq.Client) -> int:
     """How many queue for one, or were granted one that they have not taken."""
     with client._session.shared.state as flights:
-        return len(flights.everyone_waiting())
+        return len(flights.places.everyone())
 
 
 def partial_of(error: Any) -> tszmq.Completion:

@@ -711,6 +711,17 @@ def test_ctrl_c_is_one_line(unit: float) -> None:
         assert process.stderr.read() == "tszmq: interrupted\n"
 
 
+@pytest.fixture
+def default_signals() -> Iterator[None]:
+    """As programs find them that are not started under nohup, which the tests may be."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_schedulers_and_terminals_end_it_in_order(
     tmp_path: Path, unit: float, number: int, code: int

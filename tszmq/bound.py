@@ -116,8 +116,8 @@ def _wait_for_engines(session: Session, timeout: float, look: Callable[[], objec
     now = started
 
     def settled() -> bool:
-        muster = shared.muster
-        return muster.missing == 0 or muster.failed is not None or session.is_closed()
+        readiness = shared.readiness
+        return readiness.missing == 0 or readiness.failed is not None or session.is_closed()
 
     while not shared.arrivals.wait(
         settled, min(deadline, next_told, now + _LOOK_SECONDS if look else math.inf)
@@ -125,12 +125,12 @@ def _wait_for_engines(session: Session, timeout: float, look: Callable[[], objec
         if look is not None:
             look()
         now = time.monotonic()
-        where, text = session.endpoints.handshake, shared.muster.text
+        where, text = session.endpoints.handshake, shared.readiness.text
         if now >= deadline:
             raise HandshakeTimeout(f"after {timeout} s at {where}: {text}")
         if now >= next_told:
             next_told = now + _PROGRESS_SECONDS
             _log.info("tszmq: waiting at %s for %.0f s: %s", where, now - started, text)
     session.raise_if_closed()
-    if shared.muster.missing and shared.muster.failed is not None:
-        raise ConnectError(f"{shared.muster.failed}; {shared.muster.text}")
+    if shared.readiness.missing and shared.readiness.failed is not None:
+        raise ConnectError(f"{shared.readiness.failed}; {shared.readiness.text}")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +15,13 @@ from tszmq.core.endings import deadline_passed
 from tszmq.core.request import ABORTED, Group, Request
 from tszmq.errors import ClientClosed, DeadlineExceeded, ForkedClient, InvalidRequest, TszmqError
 from tszmq.net.gate import Gate
-from tszmq.net.mailbox import Do, Settle
+from tszmq.net.mailbox import Run, Settle
 from tszmq.net.submit import Prepared, admit, expire_at, give_up, send, withdraw_all
 from tszmq.ownership import holds_a_lock
 from tszmq.prepare import check_timeout
 from tszmq.progress import PROGRESS_SECONDS, meter
-from tszmq.types import SamplingParams, TokenChunk
+from tszmq.prompts import Prompts
+from tszmq.types import TokenChunk
 
 if TYPE_CHECKING:
     from tszmq.client import Client
@@ -120,10 +120,8 @@ class _Batch:
         self._deadline = None
         if timeout is not None:
             self._deadline = time.monotonic() + check_timeout(timeout, "timeout")
-        self._prompts = _numbered(prompts)
-        self._total = _length(prompts)
-        self._params = _each(params, self._total)
-        self._checks_params = isinstance(params, Sized)  # an iterator may have more, or no end
+        self._prompts = Prompts(prompts, params, self._session.check_process)
+        self._total = self._prompts.total
         self._window = _window(client, max_inflight)
         self._meter = meter(progress)
         self._return_errors = errors == "return"
@@ -141,10 +139,9 @@ class _Batch:
         self._why: Callable[[], Exception] | None = None
         self._held: Prepared | None = None  # no place yet
         self._queued = False  # the ticket may be in the queue, or granted a place
-        self._exhausted = False
+        self._exhausted = False  # no more are pulled
         self._cut_off = False  # by the deadline; prompts may be left that nobody has counted
         self._told = False  # by some outcome
-        self._pulled = 0
         self._done = 0
         self._thread = threading.get_ident()  # the last that asked for an outcome
 
@@ -165,7 +162,7 @@ class _Batch:
                 if self._exhausted and not self._unfinished and self._held is None:
                     if self._is_cut_short():
                         continue
-                    if not self._pulled:  # nothing else has told
+                    if not self._prompts.pulled:  # nothing else has told
                         self._session.raise_if_closed()
                     return
                 if not self._wait():
@@ -193,21 +190,15 @@ class _Batch:
         """Prepare the next prompt; False when there is none."""
         if self._exhausted:
             return False
-        index, prompt = next(self._prompts, (-1, None))
-        self._session.check_process()  # the caller's code may have forked
+        index, prompt = self._prompts.pull()
         if index < 0:
             self._exhausted = True
-            if self._checks_params and next(self._params, _NO_MORE) is not _NO_MORE:
-                raise InvalidRequest(f"{self._pulled} prompts came, and more sampling_params")
+            self._prompts.check_end()
             return False
-        self._pulled = index + 1
         if self._total is None:  # it was not there to be aborted before
             with self._session.shared.state as flights:
                 self._group.aborts = flights.batch_aborts
-        params = next(self._params, _NO_MORE)
-        self._session.check_process()
-        if params is _NO_MORE:
-            raise InvalidRequest(f"prompt {index} has no sampling_params: there are no more")
+        params = self._prompts.params_of(index)
         try:
             self._held = self._preparer.prepare(
                 prompt,
@@ -267,10 +258,9 @@ class _Batch:
         held, self._held = self._held, None
         if held is not None:
             self._settled.append((held.request.position, error()))
-        total = max(self._pulled, self._total or 0)
-        if self._pulled < total:
-            self._given_up, self._why = range(self._pulled, total), error
-        self._pulled = total
+        rest = self._prompts.skip_rest()
+        if rest:
+            self._given_up, self._why = rest, error
 
     def _wait(self) -> bool:
         """Wait until enough has ended, or it is time to report; False when time is over."""
@@ -350,11 +340,9 @@ class _Batch:
         if self._told or not self._cut_off:
             return False
         self._cut_off = False
-        index, _ = next(self._prompts, (-1, None))
-        self._session.check_process()
+        index, _ = self._prompts.pull()
         if index < 0:
             return False
-        self._pulled = index + 1
         self._settled.append((index, _too_late(self._timeout)))
         return True
 
@@ -402,7 +390,7 @@ class _Batch:
         if unfinished:
             mailbox.post(Settle(list(unfinished.values()), ABORTED))
         if queued:
-            mailbox.post(Do(partial(give_up, self._session, self._ticket)))
+            mailbox.post(Run(partial(give_up, self._session, self._ticket)))
 
     def _leave_queue(self) -> None:
         """The caller's code runs next, for as long as it likes: hold up nobody's turn. Whoever
@@ -458,52 +446,6 @@ class _Ticket:
     def wake(self) -> None:
         self.woken = True
         self._gate.wake()
-
-
-def _numbered(prompts: Iterable[object]) -> Iterator[tuple[int, object]]:
-    kind = type(prompts)
-    if issubclass(kind, (str, bytes)) or not (
-        hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
-    ):
-        raise TypeError(f"prompts must be an iterable of prompts, got {kind.__name__}")
-    return enumerate(prompts)
-
-
-def _length(prompts: Iterable[object]) -> int | None:
-    """How many there are; None when they do not say."""
-    try:
-        return len(prompts) if isinstance(prompts, Sized) else None
-    except TypeError:  # such as a loader of a stream
-        return None
-
-
-def _each(params: object, total: int | None) -> Iterator[SamplingParams | None]:
-    """The parameters of each prompt, in their order.
-
-    Where the number of prompts is known they are all checked now; else they are pulled beside
-    the prompts.
-    """
-    if params is None or isinstance(params, SamplingParams):
-        return itertools.repeat(params)
-    if isinstance(params, (str, bytes)) or not isinstance(params, Iterable):
-        raise TypeError(
-            "sampling_params must be SamplingParams, or an iterable with one for each prompt; "
-            f"got {type(params).__name__}"
-        )
-    if total is None:
-        return iter(params)
-    given = list(params if isinstance(params, Sized) else itertools.islice(params, total))
-    for index, each in enumerate(given):
-        if each is not None and not isinstance(each, SamplingParams):
-            raise TypeError(
-                f"sampling_params[{index}] must be SamplingParams, got {type(each).__name__}"
-            )
-    if len(given) != total:
-        raise InvalidRequest(f"there are {total} prompts and {len(given)} sampling_params")
-    return iter(given)
-
-
-_NO_MORE: Any = object()
 
 
 def _window(client: Client, max_inflight: object) -> int:

@@ -24,7 +24,7 @@ from tszmq.many import BulkCalls
 from tszmq.net.addresses import check_endpoints
 from tszmq.net.control import Settings
 from tszmq.net.gate import Gate
-from tszmq.net.mailbox import Do
+from tszmq.net.mailbox import Run
 from tszmq.net.session import Session
 from tszmq.net.shared import wake_all
 from tszmq.net.submit import expire_at, submit, withdraw, withdraw_all
@@ -172,9 +172,9 @@ class Client(BulkCalls, EngineCalls):
             max_inflight = _check_count(max_inflight, "max_inflight", None)
         max_message_bytes = _check_count(max_message_bytes, "max_message_bytes", 2**62)
         settings = Settings(
-            silence_timeout=_check_limit(silence_timeout, "silence_timeout"),
-            silence_warning=_check_limit(silence_warning, "silence_warning"),
-            send_timeout=_check_limit(send_timeout, "send_timeout") or 10.0,
+            silence_timeout=_check_optional(silence_timeout, "silence_timeout"),
+            silence_warning=_check_optional(silence_warning, "silence_warning"),
+            send_timeout=_check_limit(send_timeout, "send_timeout"),
             parallel_config=dict(parallel_config or {}),
         )
         connect_timeout = check_timeout(connect_timeout, "connect_timeout", optional=False)
@@ -311,7 +311,7 @@ class Client(BulkCalls, EngineCalls):
         self._session.check_process()
         if holds_a_lock():
             # A finalizer of the caller's, run by the collector inside a guarded block.
-            self._session.shared.mailbox.post(Do(partial(self._abort_where, chosen, batches)))
+            self._session.shared.mailbox.post(Run(partial(self._abort_where, chosen, batches)))
             return
         with self._session.shared.state as flights:
             flights.batch_aborts += batches
@@ -445,10 +445,13 @@ def _check_count(value: object, what: str, most: int | None) -> int:
     return count
 
 
-def _check_limit(value: float | None, what: str) -> float | None:
-    if value is None:
-        return None
-    seconds = check_timeout(value, what)
+def _check_optional(value: object, what: str) -> float | None:
+    return None if value is None else _check_limit(value, what, optional=True)
+
+
+def _check_limit(value: object, what: str, *, optional: bool = False) -> float:
+    seconds = check_timeout(value, what, optional=optional)
     if seconds == 0 or math.isinf(seconds):
-        raise InvalidRequest(f"{what} must be positive and finite, or None; got {shown(value)}")
+        or_none = ", or None" if optional else ""
+        raise InvalidRequest(f"{what} must be positive and finite{or_none}; got {shown(value)}")
     return seconds

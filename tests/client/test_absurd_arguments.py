@@ -123,6 +123,12 @@ def test_limits_that_never_come(name):
     )
 
 
+def test_an_engine_that_reads_nothing_is_not_waited_for_for_ever():
+    """None is "never" for the other limits, and would not be for this one."""
+    options: dict[str, Any] = {"send_timeout": None}
+    check_refused(lambda: Client.bind(LOOPBACK, **options), TypeError, "number of seconds, got")
+
+
 @pytest.mark.parametrize(
     "name", ["engine_count", "max_message_bytes", "connect_timeout", "max_inflight"]
 )

@@ -13,7 +13,7 @@ import tszmq
 from tests.client_fixtures import answer_one, inflight
 from tests.mock_engine import PATIENCE, eventually, in_thread, stays_true
 from tszmq import SamplingParams
-from tszmq.net.mailbox import Do
+from tszmq.net.mailbox import Run
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -147,7 +147,7 @@ def test_clocks_run_while_the_mailbox_never_empties(client_and_engines):
         nonlocal turns
         turns += 1
         if not done:
-            mailbox.post(Do(again))
+            mailbox.post(Run(again))
 
     done = False
     try:
@@ -167,10 +167,10 @@ def test_what_one_turn_leaves_in_the_mailbox_is_taken_in_the_next(client_and_eng
     client, _ = client_and_engines()
     mailbox = client._session.shared.mailbox
     entered, go = threading.Event(), threading.Event()
-    mailbox.post(Do(lambda: entered.set() or go.wait(PATIENCE)))
+    mailbox.post(Run(lambda: entered.set() or go.wait(PATIENCE)))
     assert entered.wait(PATIENCE)
     taken: list[int] = []
     for number in range(60_000):
-        mailbox.post(Do(partial(taken.append, number)))
+        mailbox.post(Run(partial(taken.append, number)))
     go.set()
     eventually(lambda: taken == list(range(60_000)))

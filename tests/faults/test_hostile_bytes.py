@@ -34,7 +34,7 @@ from tests.mock_engine import (
 )
 from tszmq import SamplingParams
 from tszmq.net.control import _Own
-from tszmq.net.mailbox import Do
+from tszmq.net.mailbox import Run
 from tszmq.net.monitors import Monitor
 from tszmq.net.orders import Joined
 from tszmq.net.peers import CLOSED, Attribution, inode
@@ -412,7 +412,7 @@ def test_whose_a_connection_is_stays_known(client_and_engines, peers, monkeypatc
         engine.tokens(rid, [5])
         assert next(stream).token_ids == [5]
     own = owners[0]
-    client._session.shared.mailbox.post(Do(lambda: own.push.send(WAKE)))
+    client._session.shared.mailbox.post(Run(lambda: own.push.send(WAKE)))
     eventually(lambda: not own.orders)
     engines[1].tokens(rids[1], [6])
     assert next(streams[1]).token_ids == [6]
@@ -598,9 +598,9 @@ def test_a_start_up_that_fails_lets_nobody_in(client_and_engines, peers, how):
     third = client_and_engines.engine(client.endpoints.handshake, 1)
     third.hello()
     third.wait_init()
-    eventually(lambda: "engine 1 " in client._session.shared.muster.text)
+    eventually(lambda: "engine 1 " in client._session.shared.readiness.text)
     third.say("FAILED")  # its place is closed to others from then on, not from the first failure on
-    eventually(lambda: "engine 1 " not in client._session.shared.muster.text)
-    assert client._session.shared.muster.failed
+    eventually(lambda: "engine 1 " not in client._session.shared.readiness.text)
+    assert client._session.shared.readiness.failed
     peers(zmq.DEALER, client.endpoints.input, identity(0), wait=True)
     answer_one(client, engines[0])

@@ -489,7 +489,7 @@ def test_ctrl_c_just_after_a_socket_is_bound(monkeypatch, short_dir, nth):
     assert next(count) == nth + 1
 
 
-@pytest.mark.parametrize("what", ["Mailbox", "mutex", "Muster", "_threads"])
+@pytest.mark.parametrize("what", ["Mailbox", "mutex", "Readiness", "_threads"])
 def test_ctrl_c_after_all_sockets_are_bound(monkeypatch, short_dir, what):
     def cut_off(*_, **__):
         raise KeyboardInterrupt

@@ -233,7 +233,7 @@ def provoke(client, engine, thread) -> None:
     else:
         stranger = type(engine)(client.endpoints.handshake, engine.index)
         stranger.hello()
-        eventually(lambda: f"taken: {engine.index}" in client._session.shared.muster.text)
+        eventually(lambda: f"taken: {engine.index}" in client._session.shared.readiness.text)
         stranger.close()
 
 

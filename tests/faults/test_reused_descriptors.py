@@ -75,7 +75,7 @@ def test_an_engine_says_hello_as_a_stranger_goes(client_and_engines, hold):
     connecting = in_thread(bound.connect, 2 * PATIENCE)
     stranger = client_and_engines.engine(address, 1000, process=True)
     stranger.say("LATER")
-    eventually(lambda: "strangers" in bound._session.shared.muster.text)
+    eventually(lambda: "strangers" in bound._session.shared.readiness.text)
     with hold.of(bound._session):
         stranger.kill()
         engine = client_and_engines.engine(address, 0, process=True)
@@ -92,7 +92,7 @@ def test_a_successor_says_hello_as_a_stranger_goes(client_and_engines, hold):
     address = client.endpoints.handshake
     stranger = client_and_engines.engine(address, 1000, process=True)
     stranger.say("LATER")
-    eventually(lambda: "strangers" in client._session.shared.muster.text)
+    eventually(lambda: "strangers" in client._session.shared.readiness.text)
     with hold.of(client._session):
         stranger.kill()
         second = client_and_engines.engine(address, 0, process=True)

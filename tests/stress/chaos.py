@@ -563,8 +563,8 @@ class Tormentor:
         pause = threading.Event()
         while self._epoch() == epoch or not self._is_alive():
             if time.monotonic() > deadline:
-                muster = self.client._session.shared.muster.text
-                raise Wrong(f"engine {self.index} was restarted and is not served: {muster}")
+                readiness = self.client._session.shared.readiness.text
+                raise Wrong(f"engine {self.index} was restarted and is not served: {readiness}")
             pause.wait(0.01)
 
     def kill_twice(self) -> None:

@@ -43,7 +43,7 @@ from tszmq.net.orders import Blame, Halt, Joined, OutputClosed, Retire
 from tszmq.net.outputs import Outputs
 from tszmq.net.peers import CLOSED, Connections, peer_pid
 from tszmq.net.sender import Link, Sender
-from tszmq.net.shared import Muster, Shared, wake_all
+from tszmq.net.shared import Readiness, Shared, wake_all
 from tszmq.net.silence import SilenceWatch
 from tszmq.net.sockets import NOWHERE, WAKE, Sockets, source_fd
 from tszmq.net.timers import Timers
@@ -184,7 +184,7 @@ class _Control:
             mail.Wave: self._sender.observe,
             mail.Abort: lambda item: self._sender.abort(item.requests),
             mail.Settle: self._settle,
-            mail.Do: lambda item: item.action(),
+            mail.Run: lambda item: item.action(),
             mail.Expire: self._timers.watch,
             mail.Suspect: self._suspect,
             mail.OutputLost: self._losses.refused,
@@ -265,7 +265,7 @@ class _Control:
             if not self._sweeping and not self._startup.is_settled():
                 self._sweeping = True
                 self._at(_SWEEP_SECONDS, self._sweep)
-            self._publish_muster()
+            self._publish_readiness()
 
     def _look_for_stalled(self) -> None:
         stalled = self._startup.stalled()
@@ -274,7 +274,7 @@ class _Control:
 
     def _replace(self, stalled: list[int]) -> None:
         self._greeter.replace(stalled)
-        self._publish_muster()
+        self._publish_readiness()
 
     def _open_door(self) -> None:
         self._greeting = True
@@ -323,7 +323,7 @@ class _Control:
         self._outputs.join(index, known)
         self._index_of[connection] = index
         self._order(Joined(index, pid))
-        self._publish_muster()
+        self._publish_readiness()
         log.info("tszmq: engine %d registered (version %.80r)", index, info.engine_version)
 
     def _allow_takeovers(self) -> None:
@@ -335,9 +335,9 @@ class _Control:
         self._outputs.invite(index)
         self._allow_takeovers()
 
-    def _publish_muster(self) -> None:
+    def _publish_readiness(self) -> None:
         self._allow_takeovers()
-        self._shared.muster = Muster(
+        self._shared.readiness = Readiness(
             self._startup.num_missing(), self._startup.describe_missing(), self._greeter.failed
         )
         self._shared.arrivals.wake()
@@ -371,7 +371,7 @@ class _Control:
             index = self._index_of.pop(connection, None)
             if index is not None and self._sender.links[index].connection == connection:
                 self._begin_death(index, "its connection closed: it was killed, or it exited")
-            self._publish_muster()
+            self._publish_readiness()
 
     def _begin_death(self, index: int, reason: str, grace: float = _GRACE) -> None:
         """No new requests for it from here on; what it held ends after the grace."""
@@ -396,7 +396,7 @@ class _Control:
             self._lose_group(item.engine_index, item.reason)
         for index in self._startup.died(item.engine_index):
             self._greeter.send_init(index)
-        self._publish_muster()
+        self._publish_readiness()
 
     def _lose_group(self, dead: int, reason: str) -> None:
         """No rank of a lockstep group can step without the others."""

@@ -20,10 +20,10 @@ __all__ = [
     "Abort",
     "Add",
     "Call",
-    "Do",
     "Dropped",
     "Expire",
     "Mailbox",
+    "Run",
     "Settle",
     "Stop",
     "Suspect",
@@ -59,7 +59,7 @@ class Settle:
 
 
 @attrs.frozen(eq=False)
-class Do:
+class Run:
     """Call that: what a finalizer may not do where the collector runs it."""
 
     action: Callable[[], object]

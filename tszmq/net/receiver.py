@@ -181,7 +181,7 @@ class _Receiver:
         self._wakes += applied.wakes
         self._hidden |= applied.hidden
         if applied.owed:
-            self._shared.own_up(applied.owed)
+            self._shared.abort_ended(applied.owed)
         if self._unreadable:
             self._unreadable.pop(source_fd(frame), None)
         # Anybody can name an engine; its requests' ids are secret.

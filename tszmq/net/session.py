@@ -30,7 +30,7 @@ from tszmq.net.addresses import binding_alone
 from tszmq.net.control import Settings, run_control
 from tszmq.net.mailbox import Mailbox
 from tszmq.net.receiver import run_receiver
-from tszmq.net.shared import Muster, Shared
+from tszmq.net.shared import Readiness, Shared
 from tszmq.net.sockets import Owned, Sockets, bind_sockets
 from tszmq.ownership import Level, holds_a_lock, mutex
 from tszmq.types import Endpoints
@@ -90,7 +90,7 @@ class Session:
                 state=mutex(Level.STATE, Flights(self.ids, policy, max_inflight)),
                 mailbox=mailbox,
                 protocol=protocol,
-                muster=Muster(startup.num_missing(), startup.describe_missing()),
+                readiness=Readiness(startup.num_missing(), startup.describe_missing()),
             )
             self._threads = _threads(
                 sockets, self.shared, startup, settings, max_message_bytes, on_closed

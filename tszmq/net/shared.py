@@ -33,11 +33,11 @@ from tszmq.net.mailbox import Abort, Mailbox, Stop
 from tszmq.ownership import Mutex
 from tszmq.wire.base import WireProtocol
 
-__all__ = ["Muster", "Shared", "wake_all"]
+__all__ = ["Readiness", "Shared", "wake_all"]
 
 
 @attrs.frozen
-class Muster:
+class Readiness:
     """How far the start-up is; replaced whole by the control thread, read by anyone.
 
     Attributes:
@@ -59,7 +59,7 @@ class Shared:
         state: The one lock and what it owns.
         mailbox: To the control thread.
         protocol: The wire in use.
-        muster: The start-up, for whoever waits for engines at ``arrivals``.
+        readiness: The start-up, for whoever waits for engines at ``arrivals``.
         arrivals: Woken when an engine registers, dies or fails to start.
         receiver_ended: The receiver has closed its socket. (``Thread.join`` would not do: before
             Python 3.13 a join that a signal interrupts declares the thread dead.)
@@ -70,7 +70,7 @@ class Shared:
     state: Mutex[Flights]
     mailbox: Mailbox
     protocol: WireProtocol
-    muster: Muster
+    readiness: Readiness
     arrivals: Gate = attrs.field(factory=Gate)
     receiver_ended: threading.Event = attrs.field(factory=threading.Event)
     ended: threading.Event = attrs.field(factory=threading.Event)
@@ -111,7 +111,7 @@ class Shared:
         waits in a daemon thread would only have its error printed while everything ends."""
         with self.state as flights:
             unfinished = flights.close(error)
-        self.own_up(unfinished)
+        self.abort_ended(unfinished)
 
     def fail(self, what: str, cause: BaseException) -> None:
         """A thread of ours cannot go on: tell every waiter why."""
@@ -122,7 +122,7 @@ class Shared:
             return closed
 
         try:
-            self.own_up(self.close(error))
+            self.abort_ended(self.close(error))
         except BaseException:  # the state itself is what is broken: nobody shall wait for it
             self._let_go(error)
         self.mailbox.post(Stop())  # the other thread frees the addresses
@@ -143,7 +143,7 @@ class Shared:
         wake_all([*waiting, *(request.gate for request in ended)])
         self.arrivals.wake()
 
-    def own_up(self, ended: Sequence[Request]) -> None:
+    def abort_ended(self, ended: Sequence[Request]) -> None:
         """Abort what ended here but may go on at its engine."""
         if ended:
             self.mailbox.post(Abort(list(ended)))

@@ -10,7 +10,7 @@ import attrs
 from tszmq.core.request import End, Request, Wakeable
 from tszmq.errors import QueueFull
 from tszmq.net.gate import Gate
-from tszmq.net.mailbox import Add, Do, Expire, Settle
+from tszmq.net.mailbox import Add, Expire, Run, Settle
 from tszmq.net.session import Session
 from tszmq.net.shared import Shared, wake_all
 from tszmq.ownership import holds_a_lock
@@ -79,7 +79,7 @@ def give_up(session: Session, ticket: Wakeable) -> None:
         return
     if holds_a_lock():
         # A finalizer of the caller's, run by the collector inside a guarded block.
-        session.shared.mailbox.post(Do(partial(_give_up, session.shared, ticket)))
+        session.shared.mailbox.post(Run(partial(_give_up, session.shared, ticket)))
         return
     _give_up(session.shared, ticket)
 
