@@ -62,8 +62,9 @@ class Client(BulkCalls, EngineCalls):
         silence_timeout: Seconds after which an engine that holds requests and sends nothing
             counts as dead. None: never.
         silence_warning: Seconds after which it is logged. None: never.
-        send_timeout: Seconds after which an engine that reads nothing of what is sent to it
-            counts as dead.
+        send_timeout: Seconds after which an engine that reads nothing of what is sent to it,
+            once its connection has no room for more (some 2,000 requests), counts as dead.
+            TokenSpeed reads between two steps only: longer than its longest one.
         max_message_bytes: What no message of an engine may exceed. One that does is dropped, and
             what waits for output of that engine fails with ``DecodeError``.
         allow_remote: Bind tcp to other than loopback. The wire has no authentication.
@@ -97,7 +98,7 @@ class Client(BulkCalls, EngineCalls):
         max_inflight: int | None = None,
         silence_timeout: float | None = None,
         silence_warning: float | None = 60.0,
-        send_timeout: float = 10.0,
+        send_timeout: float = 60.0,
         max_message_bytes: int = 64 << 20,
         allow_remote: bool = False,
         policy: Policy | None = None,
@@ -146,7 +147,7 @@ class Client(BulkCalls, EngineCalls):
         max_inflight: int | None = None,
         silence_timeout: float | None = None,
         silence_warning: float | None = 60.0,
-        send_timeout: float = 10.0,
+        send_timeout: float = 60.0,
         max_message_bytes: int = 64 << 20,
         allow_remote: bool = False,
         policy: Policy | None = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from typing import Any
 
@@ -84,11 +85,18 @@ def test_a_blocked_engine_keeps_its_order_and_holds_up_nobody(router, outbox):
     assert router.sent[ZERO][-1] == [b"4"]
 
 
+def retry_until(outbox: Outbox, since: float, until: float) -> None:
+    """Tries as often as the control thread does; nobody is given up."""
+    for turn in range(1, round((until - since) / 0.25) + 1):
+        assert outbox.retry(since + turn * 0.25) == []
+
+
 def test_no_progress_for_the_timeout_gives_it_up(router, outbox):
     router.room[ZERO] = 0
     outbox.send(0, [b"a"], 1.0)
+    retry_until(outbox, 1.0, 9.0)
     outbox.send(0, [b"b"], 9.0)
-    assert outbox.retry(11.0) == []
+    retry_until(outbox, 9.0, 11.0)
     [(index, reason)] = outbox.retry(11.1)
     assert index == 0
     assert "has not read its requests for 10.0 s" in reason
@@ -101,11 +109,36 @@ def test_any_progress_starts_the_time_anew(router, outbox):
     router.room[ZERO] = 0
     for _ in range(5):
         outbox.send(0, [b"a"], 1.0)
-    for now in (9.0, 18.0, 27.0):
+    now = 1.0
+    for _ in range(3):
+        retry_until(outbox, now, now + 9.0)
+        now += 9.0
         router.room[ZERO] = 1
         assert outbox.retry(now) == []
-    assert outbox.retry(36.9) == []
-    assert [index for index, _ in outbox.retry(37.1)] == [0]
+    retry_until(outbox, now, now + 10.0)
+    assert [index for index, _ in outbox.retry(now + 10.1)] == [0]
+
+
+def test_our_own_sleep_is_not_its_reluctance(router, outbox):
+    """The process was stopped, and with it perhaps the engine: both go on now."""
+    router.room[ZERO] = 0
+    outbox.send(0, [b"a"], 1.0)
+    assert outbox.retry(3600.0) == []
+    retry_until(outbox, 3600.0, 3609.5)
+    assert [index for index, _ in outbox.retry(3609.6)] == [0]
+
+
+def test_it_is_warned_about_once_in_good_time(router, caplog):
+    stand_in: Any = router
+    outbox = Outbox(stand_in, send_timeout=60.0)
+    router.room[ZERO] = 0
+    with caplog.at_level(logging.WARNING, "tszmq"):
+        outbox.send(0, [b"a"], 1.0)
+        outbox.send(0, [b"b"], 1.0)
+        retry_until(outbox, 1.0, 50.0)
+    assert [record.getMessage() for record in caplog.records] == [
+        "tszmq: engine 0 has read no request for 10.2 s, and 2 wait; it is given up after 60.0 s"
+    ]
 
 
 def test_an_engine_that_is_gone_is_told_at_once(router, outbox):

@@ -33,11 +33,23 @@ def watch(timeout: float | None, warning: float | None = None, now: float = 1000
     return made
 
 
+def silent_for(watched: SilenceWatch, seconds: float, now: float = 1000.0) -> float:
+    """Looks as often as it should, while engine 0 is silent and nothing follows from it.
+
+    Returns:
+        The time then.
+    """
+    assert watched.interval is not None
+    for look in range(1, round(seconds / watched.interval) + 1):
+        silence = look * watched.interval
+        assert watched.overdue({0: silence}, now + silence) == []
+    return now + seconds
+
+
 def test_silence_beyond_the_timeout_is_fatal():
     watched = watch(2.0)
-    assert watched.overdue({0: 1.9, 1: 0.1}, 1000.3) == []
-    assert watched.overdue({0: 2.0, 1: 0.4}, 1000.6) == []
-    assert watched.overdue({0: 2.1, 1: 0.7}, 1000.9) == [(0, 2.1)]
+    now = silent_for(watched, 2.0)
+    assert watched.overdue({0: 2.4, 1: 0.7}, now + 0.4) == [(0, pytest.approx(2.4))]
 
 
 def test_without_a_timeout_it_is_never_fatal():
@@ -60,38 +72,45 @@ def test_a_silent_engine_is_warned_about_once(caplog):
 def test_after_it_spoke_or_had_no_work_it_is_warned_about_again(caplog, between):
     watched = watch(None, 5.0)
     with caplog.at_level(logging.WARNING, "tszmq"):
-        watched.overdue({0: 6.0}, 1001.0)
-        watched.overdue(between, 1002.0)
-        watched.overdue({0: 6.0}, 1003.0)
+        now = silent_for(watched, 6.0)
+        watched.overdue(between, now + 1.0)
+        silent_for(watched, 6.0, now + 1.0)
     assert len(caplog.records) == 2
 
 
 def test_no_warning_when_it_is_given_up_at_once(caplog):
     watched = watch(2.0, 5.0)
+    now = silent_for(watched, 2.0)
     with caplog.at_level(logging.WARNING, "tszmq"):
-        assert watched.overdue({0: 6.0}, 1000.5) == [(0, 6.0)]
+        assert watched.overdue({0: 2.4}, now + 0.4) == [(0, pytest.approx(2.4))]
     assert caplog.records == []
 
 
-def test_our_own_sleep_is_not_their_silence():
-    """The process was stopped for an hour: the outputs of that time may be there unread."""
+@pytest.mark.parametrize("asleep", [1.2, 2.0, 3600.0])
+def test_our_own_sleep_is_not_their_silence(asleep):
+    """The process was stopped: the outputs of that time may be there unread."""
+    watched = watch(1.0)
+    assert watched.overdue({0: 0.1}, 1000.2) == []
+    now = 1000.2 + asleep
+    assert watched.overdue({0: asleep + 0.1}, now) == []
+    # A late look counts as two; from there on every one counts.
+    for look in (0.2, 0.4):
+        assert watched.overdue({0: asleep + look}, now + look) == []
+    [(index, seconds)] = watched.overdue({0: asleep + 0.6}, now + 0.6)
+    assert (index, seconds) == (0, pytest.approx(1.1))
+
+
+def test_a_machine_that_is_always_late_gives_up_in_the_end():
+    """Every look comes after twice the time."""
     watched = watch(2.0)
-    assert watched.overdue({0: 0.5}, 1000.4) == []
-    assert watched.overdue({0: 3600.0}, 4600.0) == []
-    # From here on it counts anew.
-    for step in range(1, 6):
-        assert watched.overdue({0: 3600.0 + 0.4 * step}, 4600.0 + 0.4 * step) == []
-    [(index, seconds)] = watched.overdue({0: 3602.4}, 4602.4)
-    assert index == 0
-    assert 2.0 < seconds < 2.5
+    for look in range(1, 3):
+        assert watched.overdue({0: look * 0.8}, 1000.0 + look * 0.8) == []
+    assert watched.overdue({0: 2.4}, 1002.4) == [(0, pytest.approx(2.4))]
 
 
-def test_a_late_look_is_no_sleep():
-    """A busy machine is late by a moment."""
-    watched = watch(2.0)
-    assert watched.overdue({0: 2.5}, 1001.7) == [(0, 2.5)]
-
-
-def test_the_first_look_counts_the_whole_silence():
+def test_what_was_silent_before_the_first_look_counts_as_one():
     watched = SilenceWatch(2.0, None)
-    assert watched.overdue({0: 2.5}, 1000.0) == [(0, 2.5)]
+    assert watched.overdue({0: 2.5}, 1000.0) == []
+    for look in range(1, 4):
+        assert watched.overdue({0: 2.5 + 0.4 * look}, 1000.0 + 0.4 * look) == []
+    assert watched.overdue({0: 4.6}, 1002.1) == [(0, pytest.approx(2.4))]

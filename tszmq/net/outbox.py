@@ -7,20 +7,32 @@ from collections import deque
 import attrs
 import zmq
 
+from tszmq.net.log import log
 from tszmq.wire.startup import engine_identity
 
 __all__ = ["Outbox"]
 
 _LAST = int(zmq.NOBLOCK)
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+_LONGEST_TURN = 0.5  # seconds between two tries; what is more, this process slept
+_WARNING_SECONDS = 10.0
 
 
 @attrs.define(eq=False)
 class _Blocked:
-    """Messages that an engine's connection had no room for, in order."""
+    """Messages that an engine's connection had no room for, in order.
+
+    Attributes:
+        messages: They.
+        tried: When the last try was.
+        stalled: Seconds without progress, in which somebody looked for it.
+        warned: The log has it.
+    """
 
     messages: deque[list[bytes]]
-    since: float
+    tried: float
+    stalled: float = 0.0
+    warned: bool = False
 
 
 class Outbox:
@@ -63,9 +75,21 @@ class Outbox:
         """Send what was blocked. Returns the engines that are lost, and why."""
         lost = []
         for index, blocked in list(self.blocked.items()):
-            reason = self._drain(index, blocked, now)
-            if reason is None and now - blocked.since > self._send_timeout:
+            blocked.stalled += min(now - blocked.tried, _LONGEST_TURN)
+            blocked.tried = now
+            reason = self._drain(index, blocked)
+            if reason is None and blocked.stalled > self._send_timeout:
                 reason = f"it has not read its requests for {self._send_timeout} s"
+            elif blocked.stalled > _WARNING_SECONDS and not blocked.warned:
+                blocked.warned = True
+                log.warning(
+                    "tszmq: engine %d has read no request for %.1f s, and %d wait; it is given up "
+                    "after %.1f s",
+                    index,
+                    blocked.stalled,
+                    len(blocked.messages),
+                    self._send_timeout,
+                )
             if reason is not None:
                 lost.append((index, reason))
                 self.forget(index)
@@ -73,7 +97,7 @@ class Outbox:
                 del self.blocked[index]
         return lost
 
-    def _drain(self, index: int, blocked: _Blocked, now: float) -> str | None:
+    def _drain(self, index: int, blocked: _Blocked) -> str | None:
         while blocked.messages:
             try:
                 self._send(index, blocked.messages[0])
@@ -82,7 +106,7 @@ class Outbox:
             except zmq.ZMQError as error:
                 return f"nothing can be sent to it: {error}"
             blocked.messages.popleft()
-            blocked.since = now
+            blocked.stalled = 0.0
         return None
 
     def forget(self, index: int) -> None:

@@ -27,7 +27,7 @@ class SilenceWatch:
         self.interval: float | None = min(5.0, max(0.02, min(limits) / 5)) if limits else None
         """How often to look, or None when nothing is watched."""
         self._last: float | None = None
-        self._awake_since = 0.0
+        self._silent: dict[int, float] = {}  # seconds in which somebody looked, by engine
 
     def overdue(self, quiet: dict[int, float], now: float) -> list[tuple[int, float]]:
         """Which engines are to be given up.
@@ -37,16 +37,17 @@ class SilenceWatch:
             now: Monotonic seconds.
         """
         assert self.interval is not None
-        # This process slept (a suspended laptop, SIGSTOP): outputs may be there unread, and
-        # nobody's silence counts from before that.
-        if self._last is not None and now - self._last > 2 * self.interval + 1.0:
-            self._awake_since = now
+        # A look that comes late counts as one: this process slept meanwhile (a suspended laptop,
+        # SIGSTOP, a thread that kept the interpreter), and outputs may be there unread.
+        step = self.interval if self._last is None else min(now - self._last, 2 * self.interval)
         self._last = now
-        awake = now - self._awake_since
+        self._silent = {
+            index: min(seconds, self._silent.get(index, 0.0) + step)
+            for index, seconds in quiet.items()
+        }
         self._warned &= quiet.keys()
         dead = []
-        for index, seconds in quiet.items():
-            silent = min(seconds, awake)
+        for index, silent in self._silent.items():
             if self._timeout is not None and silent > self._timeout:
                 dead.append((index, silent))
             elif self._warning is None or silent <= self._warning:
