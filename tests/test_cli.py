@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import io
 import json
 import logging
@@ -11,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -322,32 +324,101 @@ def test_results_held_back_are_bounded(fake, generate, monkeypatch) -> None:
 def test_a_pipe_gets_its_answer_before_the_next_line(fake, monkeypatch) -> None:
     """A program that writes one request and waits for its result must get it."""
     ours, theirs = os.pipe(), os.pipe()
-    answers = os.fdopen(theirs[0])
-    lines = [request(number) + "\n" for number in range(3)]
+    answers = []
 
-    def next_request(number: int = 0) -> None:
-        os.write(ours[1], lines[number].encode())
+    def ask() -> None:
+        with os.fdopen(ours[1], "w") as questions, os.fdopen(theirs[0]) as results:
+            for number in range(3):
+                questions.write(request(number) + "\n")
+                questions.flush()
+                answers.append(json.loads(results.readline())["token_ids"])
 
-    class Output(io.TextIOWrapper):
-        """Asks the next question when it has read the last answer."""
-
-        asked = 1
-
-        def flush(self) -> None:
-            super().flush()
-            if Output.asked < len(lines) and not self.closed:
-                json.loads(answers.readline())
-                next_request(Output.asked)
-            elif Output.asked == len(lines):
-                os.close(ours[1])
-            Output.asked += 1
-
-    with os.fdopen(ours[0], "rb") as stdin, Output(os.fdopen(theirs[1], "wb")) as stdout, answers:
+    program = threading.Thread(target=ask)
+    with os.fdopen(ours[0], "rb") as stdin, os.fdopen(theirs[1], "w") as stdout:
         monkeypatch.setattr(sys, "stdin", stdin)
         monkeypatch.setattr(sys, "stdout", stdout)
-        next_request()
+        program.start()
         assert tszmq.cli.main(["generate", "--embedded", "1"]) == 0
-        assert json.loads(answers.readline())["token_ids"] == [3, 4]
+    program.join()
+    assert answers == [[1, 2], [2, 3], [3, 4]]
+
+
+def test_a_pipe_that_does_not_block_gets_everything(fake, monkeypatch) -> None:
+    """Event loops make their ends of a pipe such, and the other end may be the same file."""
+    count = 4000
+    question, (read, write) = os.pipe(), os.pipe()
+    os.set_blocking(write, False)
+    os.set_blocking(question[0], False)
+    lines = "".join(request(number) + "\n" for number in range(count)).encode()
+    assert len(lines) > 1 << 16  # more than a pipe holds
+    results: list[str] = []
+
+    def ask() -> None:
+        with os.fdopen(question[1], "wb") as questions:
+            questions.write(lines)
+
+    def read_all() -> None:
+        with os.fdopen(read) as answers:
+            results.extend(answers)
+
+    writer, reader = threading.Thread(target=ask), threading.Thread(target=read_all)
+    with os.fdopen(question[0], "rb") as stdin, os.fdopen(write, "w") as stdout:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        monkeypatch.setattr(sys, "stdout", stdout)
+        writer.start()
+        # Nobody reads until the pipe is full.
+        full = threading.Event()
+        original = jsonl._wait_for
+
+        def wait_for(descriptor: int, what: int, timeout: float | None) -> bool:
+            if descriptor == write and not full.is_set():
+                full.set()
+                reader.start()
+            return original(descriptor, what, timeout)
+
+        monkeypatch.setattr(jsonl, "_wait_for", wait_for)
+        assert tszmq.cli.main(["generate", "--embedded", "1"]) == 0
+    reader.join()
+    writer.join()
+    assert full.is_set()
+    assert [json.loads(line)["token_ids"] for line in results] == [
+        [number, number + 1] for number in range(1, count + 1)
+    ]
+
+
+def test_a_terminal_that_hangs_up_costs_no_result(fake, generate, monkeypatch) -> None:
+    class HungUp(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+        def write(self, text: str) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(sys, "stderr", HungUp())
+    monkeypatch.setattr(tszmq.cli, "PROGRESS_INTERVAL", 0.0)
+    code, results = generate("\n".join(map(request, range(100))), "--embedded", "1")
+    assert (code, len(results)) == (0, 100)
+
+
+def test_results_of_before_stay_until_there_are_engines(
+    fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """An engine that never comes has cost nothing, and what is written is not mixed with it."""
+    old, text = "old\n" * 1000, request(0) + "\n"
+    target = tmp_path / "out.jsonl"
+    target.write_text(old)
+    (tmp_path / "in.jsonl").write_text(text)
+    arguments = ["generate", "--embedded", "1", str(tmp_path / "in.jsonl"), "-o", str(target)]
+
+    def nobody_comes(*_: object, **__: object) -> FakeClient:
+        raise HandshakeTimeout("nobody came")
+
+    with monkeypatch.context() as without_engines:
+        without_engines.setattr(FakeClient, "embedded", nobody_comes)
+        assert tszmq.cli.main(arguments) == 1
+    assert target.read_text() == old
+    assert tszmq.cli.main(arguments) == 0
+    assert json.loads(target.read_text())["token_ids"] == [1, 2]
 
 
 def test_progress_is_for_terminals(fake, generate, monkeypatch) -> None:

@@ -19,6 +19,13 @@ class HungUp(io.StringIO):
         raise OSError(errno.EIO, "Input/output error")
 
 
+def closed() -> io.StringIO:
+    """A stream that somebody closed."""
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
 def test_a_line_that_ends(monkeypatch) -> None:
     """Written over, not at every call, and the last says all."""
     monkeypatch.setattr(sys, "stderr", stderr := io.StringIO())
@@ -35,7 +42,11 @@ def test_a_line_that_ends(monkeypatch) -> None:
 
 
 @pytest.mark.embedded
-@pytest.mark.parametrize("stderr", [None, HungUp()], ids=["closed", "hung up"])
+@pytest.mark.parametrize(
+    "stderr",
+    [None, closed(), object(), HungUp()],
+    ids=["none", "closed", "no stream", "hung up"],
+)
 def test_a_line_that_goes_nowhere_costs_no_result(monkeypatch, stderr) -> None:
     with Client.embedded(1) as client:
         monkeypatch.setattr(sys, "stderr", stderr)

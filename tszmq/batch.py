@@ -10,7 +10,15 @@ from typing import Any, Literal, Protocol, TextIO
 
 import attrs
 
-from tszmq.jsonl import InOrder, LineError, LineSource, RequestLine, error_line, result_line
+from tszmq.jsonl import (
+    InOrder,
+    LineError,
+    LineSource,
+    RequestLine,
+    error_line,
+    result_line,
+    write_all,
+)
 from tszmq.types import Completion, SamplingParams, TokenIds
 
 __all__ = ["Batch"]
@@ -153,8 +161,7 @@ class Batch:
         self.done += 1
         ready = self._results.put(position, line)
         if ready:
-            self._output.write("\n".join(ready) + "\n")
-            self._output.flush()
+            write_all(self._output, "\n".join(ready) + "\n")
         self._progress(self.done, self.failed)
 
     def _time_left(self) -> float:

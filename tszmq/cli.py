@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import signal
+import stat
 import sys
 import threading
 import time
@@ -28,7 +29,7 @@ from tszmq.arguments import DEFAULT_ENDPOINT, build_parser
 from tszmq.batch import Batch
 from tszmq.client import Client
 from tszmq.errors import TszmqError
-from tszmq.jsonl import LineSource
+from tszmq.jsonl import LineSource, write_all
 from tszmq.types import Completion, EngineInfo, SamplingParams
 
 __all__ = ["main"]
@@ -193,6 +194,8 @@ def _generate(args: argparse.Namespace) -> int:
         lines = LineSource(_open_input(args.input, files))
         output = _open_output(args, files)
         with _connect(args) as client:
+            if args.output != "-":
+                _empty(output)  # not before: what is there may be dear, and no engine come
             progress = Progress(sys.stderr)
             batch = Batch(
                 lines,
@@ -228,9 +231,22 @@ def _open_output(args: argparse.Namespace, files: ExitStack) -> TextIO:
     try:
         if _same_file(args.input, args.output):
             raise UsageError(f"{args.output} is the input: name another output file")
-        return files.enter_context(open(args.output, "w", encoding="ascii"))
+        return files.enter_context(open(args.output, "w", encoding="ascii", opener=_open_whole))
     except OSError as error:
         raise UsageError(f"cannot write {args.output}: {error.strerror}") from None
+
+
+def _open_whole(path: str, flags: int) -> int:
+    return os.open(path, flags & ~os.O_TRUNC, 0o666)
+
+
+def _empty(output: TextIO) -> None:
+    if stat.S_ISREG(os.fstat(output.fileno()).st_mode):
+        os.ftruncate(output.fileno(), 0)
+
+
+def _say(text: str) -> None:
+    write_all(_standard_output(), text + "\n")
 
 
 def _standard_output(instead: str = "redirect it to a file") -> TextIO:
@@ -256,14 +272,20 @@ class Progress:
         self._text = (
             f"\r{done} done, {failed} failed, {done / max(now - self._started, 1e-9):.1f}/s"
         )
-        if self._terminal and now - self._shown >= PROGRESS_INTERVAL:
+        if now - self._shown >= PROGRESS_INTERVAL:
             self._shown = now
-            print(self._text, end="", file=self._terminal, flush=True)
+            self._write(self._text)
 
     def end(self) -> None:
         """Leave the last counts on a line of their own."""
-        if self._terminal and self._text:
-            print(self._text, file=self._terminal, flush=True)
+        if self._text:
+            self._write(self._text + "\n")
+
+    def _write(self, text: str) -> None:
+        if self._terminal:
+            with contextlib.suppress(OSError, ValueError):  # it has hung up: the results matter
+                self._terminal.write(text)
+                self._terminal.flush()
 
 
 # --- probe -----------------------------------------------------------------------------------
@@ -274,10 +296,9 @@ def _probe(args: argparse.Namespace) -> int:
     with _connect(args) as client:
         rows = [_probe_engine(client, engine, args.timeout) for engine in client.engines]
     if args.json:
-        print(json.dumps({"engines": rows}, default=str, indent=2))
+        _say(json.dumps({"engines": rows}, default=str, indent=2))
     else:
-        for row in rows:
-            print(_probe_text(row))
+        _say("\n".join(map(_probe_text, rows)))
     return 1 if any(row["error"] for row in rows) else 0
 
 
@@ -353,7 +374,6 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 
 def _print_figures(figures: dict[str, float], as_json: bool) -> None:
     if as_json:
-        print(json.dumps(figures))
+        _say(json.dumps(figures))
         return
-    for name, value in figures.items():
-        print(f"{name:20} {value:>14,}")
+    _say("\n".join(f"{name:20} {value:>14,}" for name, value in figures.items()))

@@ -5,6 +5,7 @@ A line is read, checked and answered on its own: what is wrong with one costs no
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -12,15 +13,24 @@ import select
 import stat
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TextIO
 
 import attrs
 
 from tszmq.types import Completion, SamplingParams, token_id_list
 
-__all__ = ["InOrder", "LineError", "LineSource", "RequestLine", "error_line", "result_line"]
+__all__ = [
+    "InOrder",
+    "LineError",
+    "LineSource",
+    "RequestLine",
+    "error_line",
+    "result_line",
+    "write_all",
+]
 
 _CHUNK_BYTES = 1 << 16
+_LONGEST_WAIT = 1e6  # seconds: poll() takes milliseconds as an int of 32 bits
 _FIELDS = ("prompt_token_ids", "sampling_params", "request_id")
 _PARAMETERS = {field.name for field in attrs.fields(SamplingParams)}
 
@@ -162,6 +172,38 @@ class InOrder:
         return self._next
 
 
+def write_all(stream: TextIO, text: str) -> None:
+    """Write and flush a text, also where the descriptor does not block.
+
+    A pipe that is shared with other programs may not: what it has no room for raises then, and
+    Python's streams throw away the rest of the text.
+
+    Raises:
+        OSError: The disk is full, nobody reads the pipe.
+    """
+    try:
+        stream.flush()
+        descriptor = stream.fileno()
+    except io.UnsupportedOperation:  # it only lives in memory
+        stream.write(text)
+        return
+    data = memoryview(text.encode(stream.encoding, stream.errors or "strict"))
+    while data:
+        try:
+            data = data[os.write(descriptor, data) :]
+        except BlockingIOError:
+            _wait_for(descriptor, select.POLLOUT, None)
+
+
+def _wait_for(descriptor: int, what: int, timeout: float | None) -> bool:
+    """Whether it became readable or writable in time. Not ``select.select``, which knows the
+    first 1,024 descriptors only."""
+    poll = select.poll()
+    poll.register(descriptor, what)
+    wait = None if timeout is None else math.ceil(min(timeout, _LONGEST_WAIT) * 1000)
+    return bool(poll.poll(wait))
+
+
 class LineSource:
     """Lines of a file, pipe or terminal; waiting for the next one can be bounded.
 
@@ -184,15 +226,16 @@ class LineSource:
     def next_line(self, timeout: float | None) -> bytes | None:
         """The next line without its end; None when there is none within ``timeout`` or ever."""
         while not self._lines and not self._at_end:
-            if not self._ready_always:
-                readable, _, _ = select.select([self._descriptor], [], [], timeout)
-                if not readable:
-                    return None
+            if not (self._ready_always or _wait_for(self._descriptor, select.POLLIN, timeout)):
+                return None
             self._read()
         return self._lines.popleft() if self._lines else None
 
     def _read(self) -> None:
-        chunk = os.read(self._descriptor, _CHUNK_BYTES)
+        try:
+            chunk = os.read(self._descriptor, _CHUNK_BYTES)
+        except BlockingIOError:  # another program that shares it was quicker
+            return
         first, *others = chunk.split(b"\n")
         self._pieces.append(first)
         self._at_end = not chunk

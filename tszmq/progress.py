@@ -69,8 +69,6 @@ class _Line:
         self._shown = done
         self._next = time.monotonic() + PROGRESS_SECONDS
         of = "" if total is None else f"/{total}"
-        if sys.stderr is None:
-            return
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(Exception):  # whatever stands there: none, a closed one, a wrapper
             sys.stderr.write(f"\r{done}{of} done" + ("\n" if last else ""))
             sys.stderr.flush()

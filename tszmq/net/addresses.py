@@ -257,6 +257,15 @@ def _answers(path: str) -> bool:
         return True
 
 
+def _private_directory() -> str:
+    directory = tempfile.mkdtemp(prefix="tszmq-")
+    if len(os.fsencode(directory)) + 16 > IPC_PATH_BYTES:
+        # A TMPDIR too long for a socket: clusters have those.
+        os.rmdir(directory)
+        directory = tempfile.mkdtemp(prefix="tszmq-", dir="/tmp")
+    return directory
+
+
 class IpcFiles:
     """The socket files and private directory of one client, removed when it closes."""
 
@@ -267,12 +276,13 @@ class IpcFiles:
     def private_address(self, name: str) -> str:
         """``ipc://`` in a fresh directory that only this user can enter."""
         if self._directory is None:
-            directory = tempfile.mkdtemp(prefix="tszmq-")
-            if len(os.fsencode(directory)) + 16 > IPC_PATH_BYTES:
-                # A TMPDIR too long for a socket: clusters have those.
-                os.rmdir(directory)
-                directory = tempfile.mkdtemp(prefix="tszmq-", dir="/tmp")
-            self._directory = directory
+            try:
+                self._directory = _private_directory()
+            except OSError as error:
+                raise ConnectError(
+                    f"there is no directory for the data sockets: {error}; set TMPDIR to one that "
+                    "can be written, or give Endpoints with all three addresses"
+                ) from error
         return f"ipc://{os.path.join(self._directory, name)}"
 
     def expect(self, path: str) -> None:
