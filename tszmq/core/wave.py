@@ -1,9 +1,9 @@
 """The wave clock of a lockstep group (vLLM's MoE data parallel).
 
 Ranks of such a group step together and park together. A parked rank ignores a wake-up for a wave
-lower than its own, and each parking adds one to that; a wake-up that was sent while they parked
-is lost. So this client wakes every rank after every request, with a number that only grows and
-that no rank's own can exceed.
+lower than its own, and each parking adds one to that; one that is about to park ignores them all.
+So this client wakes every rank after every request, with a number that only grows and that no
+rank's own can exceed, and again when a rank says that it has parked while there are requests.
 """
 
 from __future__ import annotations

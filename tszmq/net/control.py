@@ -48,6 +48,7 @@ from tszmq.net.silence import SilenceWatch
 from tszmq.net.sockets import NOWHERE, WAKE, Sockets, source_fd
 from tszmq.net.timers import Timers
 from tszmq.types import EngineInfo
+from tszmq.wire.base import WaveComplete
 from tszmq.wire.startup import engine_index
 
 __all__ = ["Settings", "run_control"]
@@ -66,6 +67,7 @@ _REGISTRATION_GRACE = 1.0  # after READY, when a successor waits
 _REDIAL_SECONDS = 0.35
 _CLOSING_LINGER_MS = 200  # for the last aborts to leave
 _JOIN_SECONDS = 5.0
+_PARKED_SECONDS = 0.02  # for the last outputs of a group that parks to be read
 _BLOCKED_POLL_MS = 5
 _LONGEST_POLL = 3600.0
 _MESSAGES_A_TURN = 1000
@@ -181,7 +183,7 @@ class _Control:
         self._actions: dict[type, Callable[[Any], object]] = {
             mail.Add: self._sender.add,
             mail.Call: self._sender.call,
-            mail.Wave: self._sender.observe,
+            mail.Wave: self._observe,
             mail.Abort: lambda item: self._sender.abort(item.requests),
             mail.Settle: self._settle,
             mail.Run: lambda item: item.action(),
@@ -193,6 +195,7 @@ class _Control:
             mail.Stop: self._stop,
         }
         self._stopping = False
+        self._parked = False  # a rank of a lockstep group has: see whether it may
         self._sweeping = False
         self._quiet = False
         self._poller = zmq.Poller()
@@ -436,7 +439,8 @@ class _Control:
         for _ in range(min(len(items), _MESSAGES_A_TURN)):
             item = items.popleft()
             self._actions[type(item)](item)
-        self._sender.wake_group()
+        if self._sender.has_new_work():
+            self._sender.wake_group()
 
     def _settle(self, item: mail.Settle) -> None:
         wake_all(self._shared.settle(item.requests, item.end))
@@ -445,6 +449,24 @@ class _Control:
     def _stop(self, item: mail.Stop) -> None:
         self._stopping = True
         self._quiet = self._quiet or item.quiet
+
+    def _observe(self, item: mail.Wave) -> None:
+        self._sender.observe(item)
+        if isinstance(item.signal, WaveComplete) and not self._parked:
+            self._parked = True
+            self._at(_PARKED_SECONDS, self._look_at_group)
+
+    def _look_at_group(self) -> None:
+        """Wake a group that parked while it has requests.
+
+        A rank that reads our wake-up just before it parks ignores it; a peer that had parked
+        before and reads its request after that is alone then, and waits for the others for ever.
+        """
+        self._parked = False
+        with self._shared.state as flights:
+            busy = any(flights.routing.inflight(index) for index in self._sender.lockstep())
+        if busy:
+            self._sender.wake_group()
 
     # -- the end
 

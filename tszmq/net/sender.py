@@ -109,13 +109,16 @@ class Sender:
         """A lockstep group said where its waves are."""
         self._waves.observe(item.signal)
 
+    def has_new_work(self) -> bool:
+        """Whether a lockstep group was given a request since it was woken."""
+        return self._asleep
+
     def wake_group(self) -> None:
         """Every rank, whoever got a request: none steps before all are awake."""
-        if self._asleep:
-            self._asleep = False
-            frames = self._protocol.encode_start_wave(self._waves.next())
-            for index in self.lockstep():
-                self._send(index, frames)
+        self._asleep = False
+        frames = self._protocol.encode_start_wave(self._waves.next())
+        for index in self.lockstep():
+            self._send(index, frames)
 
     def _send(self, index: int, frames: list[bytes]) -> None:
         reason = self._outbox.send(index, frames, time.monotonic())

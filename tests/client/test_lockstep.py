@@ -1,0 +1,93 @@
+"""Lockstep groups: who is woken when. The engines are mocks that step when the test says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.client_fixtures import PATIENCE
+from tests.mock_engine import MockEngine, eventually, in_thread
+from tszmq import Client, SamplingParams
+
+WAVE = b"\x02"
+ADD = b"\x00"
+PARAMS = SamplingParams(max_tokens=100)
+
+
+@pytest.fixture
+def group(client_and_engines: Any) -> tuple[Client, list[MockEngine]]:
+    client, engines = client_and_engines(2, protocol="vllm", engine={"data_parallel_size": 2})
+    assert all(info.lockstep for info in client.engines)
+    return client, engines
+
+
+def hear(engine: MockEngine) -> tuple[bytes, Any]:
+    """Its next message: the type, and what it holds."""
+    assert engine.input is not None
+    assert engine.input.poll(round(PATIENCE * 1000)), f"nothing comes to engine {engine.index}"
+    kind, body = engine.input.recv_multipart()
+    return kind, msgspec.msgpack.decode(body)
+
+
+def hear_wave(engine: MockEngine) -> int:
+    kind, (wave, excluded) = hear(engine)
+    assert (kind, excluded) == (WAVE, None)
+    return int(wave)
+
+
+def park(engine: MockEngine, wave: int) -> None:
+    """It and its peers found that nobody has work."""
+    done = [engine.index, [], None, 1.0, None, None, wave, None, None, None]
+    engine.send_raw([msgspec.msgpack.encode(done)])
+
+
+def finish(engine: MockEngine, rid: str) -> None:
+    """The one token of a request, which ends with it."""
+    row = [rid, [7], None, None, None, 1]  # "length"
+    done = [engine.index, [row], None, 1.0, None, None, None, None, None, None]
+    engine.send_raw([msgspec.msgpack.encode(done)])
+
+
+def silent(engine: MockEngine, seconds: float) -> bool:
+    assert engine.input is not None
+    return not engine.input.poll(round(seconds * 1000))
+
+
+@pytest.mark.parametrize("parked", [(0,), (0, 1)])
+def test_a_rank_that_parks_while_another_has_work_is_woken_again(group, parked) -> None:
+    """It read the wake-up just before it parked, and ignored it: the one with the request, which
+    had parked before, steps alone and waits for it."""
+    client, engines = group
+    asked = in_thread(client.generate, [1], PARAMS, data_parallel_rank=1)
+    kind, add = hear(engines[1])
+    assert kind == ADD
+    first = [hear_wave(engine) for engine in engines]
+    assert first[0] == first[1]
+    for index in parked:
+        park(engines[index], first[0])
+    again = [hear_wave(engine) for engine in engines]
+    assert again[0] == again[1] > first[0]
+    assert all(silent(engine, 0.1) for engine in engines), "once for all that parked"
+    finish(engines[1], add[0])
+    assert asked.result(PATIENCE).token_ids == [7]
+
+
+def test_a_group_without_work_is_left_to_sleep(group) -> None:
+    client, engines = group
+    asked = in_thread(client.generate, [1], PARAMS, data_parallel_rank=1)
+    _, add = hear(engines[1])
+    wave, _ = (hear_wave(engine) for engine in engines)
+    finish(engines[1], add[0])
+    assert asked.result(PATIENCE).token_ids == [7]
+    for engine in engines:
+        park(engine, wave)
+    assert all(silent(engine, 0.2) for engine in engines)
+    # The next one finds it, whatever it calls its own wave by now.
+    again = in_thread(client.generate, [2], PARAMS, data_parallel_rank=0)
+    _, add = hear(engines[0])
+    assert min(hear_wave(engine) for engine in engines) > wave
+    finish(engines[0], add[0])
+    assert again.result(PATIENCE).token_ids == [7]
+    eventually(lambda: client.inflight(0) == 0)
