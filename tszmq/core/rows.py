@@ -235,7 +235,7 @@ class Rows:
             return []
         # Another batch, with other rows, may have brought it before. What is kept together
         # brought every row one.
-        kept = bool(self._steps)
+        kept = bool(self._steps.tokens)
         started, waiting = [], []
         for position in self.unstarted:
             request = self.requests[position]
@@ -259,13 +259,15 @@ class Rows:
         Args:
             batch: One with these rows.
         """
-        steps, scored = self._steps, self._scored
-        step = steps.take(batch, scored)
-        if step is None:
+        steps, scored, step = self._steps, self._scored, batch.one_each
+        if step is None or batch.details or (scored and step.logprobs is None):
             return False
-        if len(self.arrays) < _FEWEST_KEPT and not steps:
-            self.store(batch)
-            self.store_logprobs(batch)
+        if not steps.is_next(step):
+            return False
+        if len(self.arrays) < _FEWEST_KEPT and not steps.tokens:
+            any(map(_append, self.arrays, step.tokens))
+            if scored:
+                self.store_logprobs(batch)
             return True
         steps.keep(step, scored)
         if steps.steps_left <= 0:
@@ -279,7 +281,7 @@ class Rows:
 
     def spill(self) -> None:
         """Deal out what the third shortcut kept together."""
-        if self._steps:
+        if self._steps.tokens:
             self._steps.deal_out(self.arrays, self._logprobs())
 
     def _logprobs(self) -> list[tuple[int, array[float]]]:

@@ -38,6 +38,7 @@ class Steps:
 
     Attributes:
         steps_left: How many can be kept before it is time to deal them out.
+        tokens: The block; empty when nothing is kept.
     """
 
     __slots__ = (
@@ -48,15 +49,15 @@ class Steps:
         "_logprobs",
         "_spare",
         "_stride",
-        "_tokens",
         "steps_left",
+        "tokens",
     )
 
     def __init__(self) -> None:
         # The counts, what is kept here included: those of a batch, or 32 bits each; or not known.
         self._last: OneEach | None = None
         self._counts = b""
-        self._tokens = array("I")  # the block
+        self.tokens = array("I")
         self._logprobs = array("d")  # beside it, where the rows have any
         self._stride = 0  # lanes of the block
         self.steps_left = 0
@@ -71,9 +72,9 @@ class Steps:
 
     def count(self, batch: EngineBatch, arrays: Sequence[array[int]]) -> bool:
         """Whether a batch, which has been stored, counts for each row what has come for it; if
-        so, ``take`` may be asked to keep the next."""
+        so, ``is_next`` may be asked about those that follow."""
         step = batch.one_each
-        if step is not None and self._are_next(step):
+        if step is not None and self.is_next(step):
             return True
         self.forget()
         if batch.rows_of_counts() != list(map(len, arrays)):
@@ -81,35 +82,19 @@ class Steps:
         self._last = step
         return True
 
-    def take(self, batch: EngineBatch, scored: Sequence[int]) -> OneEach | None:
-        """Whether a batch of the rows that are known here is the next: if so, ``keep`` it, or
-        store it.
-
-        Args:
-            batch: The batch.
-            scored: The rows that want logprobs.
-
-        Returns:
-            None when it has to be looked at.
-        """
-        step = batch.one_each
-        if step is None or batch.details or (scored and step.logprobs is None):
-            return None
-        return step if self._are_next(step) else None
-
     def keep(self, step: OneEach, scored: Sequence[int]) -> None:
         """Deal it out later."""
         tokens = step.tokens
-        if not self._tokens:
+        if not self.tokens:
             self._begin(len(tokens))
-        self._tokens += tokens if len(tokens) == self._stride else self._in_lanes(tokens)
+        self.tokens += tokens if len(tokens) == self._stride else self._in_lanes(tokens)
         if scored and step.logprobs is not None:
             self._logprobs += self._in_lanes(step.logprobs)
         self.steps_left -= 1
 
-    def _are_next(self, step: OneEach) -> bool:
+    def is_next(self, step: OneEach) -> bool:
         """Whether each row counts one more than before, for all of them at once; if so, these
-        are the counts from now on."""
+        are the counts from now on: ``keep`` the step, or store it."""
         last = self._last
         if last is not None and last.counts is step.counts:
             are_next = step.ahead == last.ahead + 1
@@ -142,7 +127,7 @@ class Steps:
 
     def has_room(self, joined: int) -> bool:
         """Whether so many rows can join before what is kept is dealt out."""
-        if not self._tokens or self._next_lane() + joined <= self._stride:
+        if not self.tokens or self._next_lane() + joined <= self._stride:
             return True
         self._spare = True  # the next time
         return False
@@ -152,8 +137,8 @@ class Steps:
 
     def join(self, joined: Sequence[array[int]]) -> None:
         """The rows are followed by these from now on, for which there is room."""
-        if self._tokens:
-            first = len(self._tokens) + self._next_lane()
+        if self.tokens:
+            first = len(self.tokens) + self._next_lane()
             self._firsts += range(first, first + len(joined))
         counts = self._take_counts()
         if counts:
@@ -165,13 +150,13 @@ class Steps:
         Args:
             ended: Their positions, in order.
         """
-        if self._tokens:
+        if self.tokens:
             lanes = [self._firsts[position] % self._stride for position in ended]
             self._holes = sorted(self._holes + lanes)
             remove_rows(self._firsts, ended)
             if len(self._holes) * _ROWS_A_SPARE > self._stride:
                 self.steps_left = 0  # every step has to be filled up: start anew
-        self._counts = without_rows(self._take_counts(), self._tokens.itemsize, ended)
+        self._counts = without_rows(self._take_counts(), self.tokens.itemsize, ended)
 
     def _take_counts(self) -> bytes:
         """The counts, 32 bits each; none when they are not known."""
@@ -184,9 +169,9 @@ class Steps:
 
     def deal_to(self, position: int, tokens: array[int], logprobs: array[float] | None) -> None:
         """Give one row, which is to be dropped next, its own."""
-        if self._tokens:
+        if self.tokens:
             own = slice(self._firsts[position], None, self._stride)
-            tokens.extend(self._tokens[own])
+            tokens.extend(self.tokens[own])
             if logprobs is not None:
                 logprobs.extend(self._logprobs[own])
 
@@ -201,7 +186,7 @@ class Steps:
         """
         stride, firsts = self._stride, self._firsts
         columns: list[array[Any]] = list(arrays)
-        parts: list[array[Any]] = [self._tokens[first::stride] for first in firsts]
+        parts: list[array[Any]] = [self.tokens[first::stride] for first in firsts]
         for position, column in logprobs:
             columns.append(column)
             parts.append(self._logprobs[firsts[position] :: stride])
@@ -209,9 +194,6 @@ class Steps:
         dealing = map(array.extend, columns, parts)
         # Callers' threads come here too, where a signal handler may raise after any call: from
         # here on there is but one, which deals out everything.
-        self._tokens = tokens
+        self.tokens = tokens
         self._logprobs = scores
         any(dealing)
-
-    def __bool__(self) -> bool:
-        return bool(self._tokens)

@@ -12,7 +12,7 @@ from array import array
 from functools import lru_cache, partial
 from typing import NamedTuple, TypeVar
 
-__all__ = ["FLOAT_ROW", "rare_texts", "single_floats", "single_ints"]
+__all__ = ["FLOAT_ROW", "rare_texts", "single_floats", "single_int", "single_ints"]
 
 FLOAT_ROW = 10
 """Bytes of a row that holds a float of 64 bits."""
@@ -20,9 +20,14 @@ _N = TypeVar("_N", int, float)
 _ORDER = sys.byteorder
 _IS_LITTLE = _ORDER == "little"
 _from_bytes = int.from_bytes
-_ROW = 0x91  # starts a row of one value
-_SIZES = {0xCC: 3, 0xCD: 4, 0xCE: 6}  # of such a row, where an int starts with this
-_LARGEST_TINY = 0x7F  # an int that is its own first byte
+_ONE_ROW = {
+    2: (0x91_00, 0x7F),
+    3: (0x91_CC_00, 0xFF),
+    4: (0x91_CD_0000, 0xFFFF),
+    6: (0x91_CE_00000000, 0xFFFF_FFFF),
+}
+"""Bytes of a row of one int, to the row of zero, as an integer, and the largest int there."""
+_NO_ROW = (0, -1)
 _EMPTY_TEXT = 0xA0  # is a string that is empty; what follows it starts longer ones
 _LONGEST_TEXT = 31
 _NOT_EMPTY = re.compile(b"[^\xa0]")
@@ -81,7 +86,7 @@ def single_ints(column: bytes, rows: int) -> array[int] | None:
         reading in this way.
     """
     if rows == 1:
-        return _one_int(column)
+        return single_int(column)
     if rows > _MOST_ROWS or len(column) > rows * _WIDE.width:
         return None
     size = 4 * rows
@@ -104,15 +109,12 @@ def single_ints(column: bytes, rows: int) -> array[int] | None:
     return ints
 
 
-def _one_int(column: bytes) -> array[int] | None:
-    """The same of one row."""
-    size = len(column)
-    if size < 2 or column[0] != _ROW:
-        return None
-    kind = column[1]
-    if size == _SIZES.get(kind):
-        return array("I", (_from_bytes(column[2:], "big"),))
-    return array("I", (kind,)) if size == 2 and kind <= _LARGEST_TINY else None
+def single_int(column: bytes) -> array[int] | None:
+    """The same where there is one row: all of it, read as one integer, starts with what its
+    width asks for."""
+    start, largest = _ONE_ROW.get(len(column), _NO_ROW)
+    value = _from_bytes(column, "big") - start
+    return array("I", (value,)) if 0 <= value <= largest else None
 
 
 def _wide_ints(column: bytes, rows: int) -> array[int] | None:

@@ -17,13 +17,14 @@ as one integer, they grow by a one at each row's end.
 from __future__ import annotations
 
 from array import array
+from functools import partial
 from operator import countOf
 
 from tszmq.codec import HOLE, PLACEHOLDER, pack, unpack_pieces
 from tszmq.errors import DecodeError
 from tszmq.types import EngineLoad
-from tszmq.wire.base import Counts, EngineBatch, OneEach, ones
-from tszmq.wire.columns import FLOAT_ROW, single_floats, single_ints
+from tszmq.wire.base import NONE_ENDS, Counts, EngineBatch, OneEach, ones
+from tszmq.wire.columns import FLOAT_ROW, single_floats, single_int, single_ints
 from tszmq.wire.startup import MAX_ENGINE_INDEX
 from tszmq.wire.tokenspeed_known import Shape, hides_a_bool
 from tszmq.wire.tokenspeed_output import engine_load
@@ -51,10 +52,12 @@ class Repeat:
 
     __slots__ = (
         "_ahead",
-        "_batch",
+        "_cached",
         "_counts",
         "_header",
+        "_ids",
         "_index",
+        "_ints_of",
         "_load",
         "_middle",
         "_most_ahead",
@@ -72,8 +75,10 @@ class Repeat:
         self, start: bytes, prompts: bytes, shape: Shape, batch: EngineBatch, step: OneEach
     ) -> None:
         cached = batch.cached_tokens
-        self._batch = batch
+        self._ids = batch.request_ids
+        self._cached = cached
         self._rows = shape.rows
+        self._ints_of = single_int if shape.rows == 1 else partial(single_ints, rows=shape.rows)
         self._header = header = shape.header
         self._scored = step.logprobs is not None
         self._start = start
@@ -104,7 +109,7 @@ class Repeat:
         end = data.find(middle, first)
         if end < 0 or not data.startswith(self._start):
             return None
-        tokens = single_ints(data[first:end], self._rows)
+        tokens = self._ints_of(data[first:end])
         if tokens is None:
             tokens = self._decode_tokens(data[first:end])
         counts = end + len(middle)
@@ -128,28 +133,16 @@ class Repeat:
                 return None
             at = last + len(column)
         tail = data[at:]
-        if not foretold:
-            self._read_numbers(data[counts:stop], tail)
-        elif tail != self._tail:
-            self._read_tail(tail)
         if foretold:
+            if tail != self._tail:
+                self._read_tail(tail)
             self._ahead += 1
             self._next += self._ones
+        else:
+            self._read_numbers(data[counts:stop], tail)
         step = OneEach(tokens, logprobs, self._counts, self._ahead)
-        return self._repeated(step)
-
-    def _repeated(self, step: OneEach) -> EngineBatch:
-        batch = self._batch
         return EngineBatch(
-            self._index,
-            batch.request_ids,
-            [],
-            batch.finished,
-            None,
-            batch.cached_tokens,
-            None,
-            step,
-            self._load,
+            self._index, self._ids, [], NONE_ENDS, None, self._cached, None, step, self._load
         )
 
     def _foretell(self, counts: Counts, packed: bytes) -> None:
