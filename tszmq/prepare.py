@@ -14,7 +14,7 @@ from tszmq.errors import EngineDead, InvalidRequest
 from tszmq.net.shared import Shared
 from tszmq.net.submit import Prepared
 from tszmq.types import EngineInfo, SamplingParams, token_id_list
-from tszmq.wire.base import AddRequest
+from tszmq.wire.base import AddRequest, RowDetail
 
 __all__ = ["Preparer", "check_timeout"]
 
@@ -131,4 +131,7 @@ class Preparer:
             group=group,
             position=position,
         )
+        if params.prompt_logprobs is not None and len(tokens) == 1:
+            # Nothing predicts a prompt's first token: the engine has nothing to say of it.
+            request.detail = RowDetail(prompt_logprobs=[None])
         return Prepared(request, pinned, add, frames)

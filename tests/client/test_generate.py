@@ -26,7 +26,7 @@ from tests.mock_engine import (
     predicted,
     predicted_logprob,
 )
-from tszmq import SamplingParams
+from tszmq import Client, SamplingParams
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -822,3 +822,22 @@ def test_inside_a_running_event_loop(client_and_engines):
     assert direct.token_ids == predicted([1], 5)
     assert streamed == predicted([2], 5)
     assert [done.token_ids for done in threaded] == [predicted([n], 5) for n in range(3, 9)]
+
+
+@pytest.mark.embedded
+@pytest.mark.parametrize("how", ["generate", "stream", "generate_many"])
+def test_prompt_logprobs_of_a_prompt_of_one_token(how: str) -> None:
+    """Nothing predicts it, and the engine says nothing: as long as the prompt all the same."""
+    params = SamplingParams(max_tokens=3, prompt_logprobs=1)
+    with Client.embedded(1, protocol="vllm") as client:
+        done = {
+            "generate": lambda: client.generate([5], params),
+            "stream": lambda: client.stream([5], params).result(),
+            "generate_many": lambda: client.generate_many([[5]], params)[0],
+        }[how]()
+        assert done.prompt_logprobs == [None]
+        assert len(done.token_ids) == 3
+        assert client.generate([5], SamplingParams(max_tokens=3)).prompt_logprobs is None
+        two = client.generate([5, 6], params).prompt_logprobs
+        assert two is not None
+        assert (two[0], len(two)) == (None, 2)

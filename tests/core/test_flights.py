@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from tests.core.parts import Place, Waiter, engine_info, group, interrupt_everywhere, load
 from tszmq.core.request import ABORTED, End, Request
-from tszmq.core.rows import most_likely
 from tszmq.errors import (
     ClientClosed,
     DecodeError,
@@ -659,13 +658,24 @@ def test_a_logprob_that_did_not_come_is_nan_and_holds_nothing_up(missing):
     assert values[3] == -4.5
 
 
-def test_top_logprobs_are_cut_to_what_was_asked_for():
+@pytest.mark.parametrize(
+    ("came", "limit", "kept"),
+    [
+        # The sampled one is the third of all.
+        (((7, -0.5), (3, -0.1), (4, -0.2), (7, -0.5)), 2, {7: -0.5, 3: -0.1, 4: -0.2}),
+        (((7, -0.5), (3, -0.1), (4, -0.2), (7, -0.5)), 3, {7: -0.5, 3: -0.1, 4: -0.2}),
+        (((3, -0.1), (3, -0.1), (4, -0.2), (5, -0.9)), 2, {3: -0.1, 4: -0.2}),
+        (((3, -0.1), (3, -0.1), (4, -0.2)), 5, {3: -0.1, 4: -0.2}),
+        # It is as likely as the last that was asked for, and is not among them.
+        (((9, -0.1), (3, -0.1), (9, -0.1)), 1, {9: -0.1, 3: -0.1}),
+    ],
+)
+def test_top_logprobs_are_cut_to_what_was_asked_for(came, limit, kept):
     """Engines fill a batch up to its widest request; the sampled token is always there."""
-    wide = {7: -0.5, 3: -0.1, 4: -0.2, 5: -0.9}  # sampled: the third of all
-    assert most_likely(wide, 2) == {7: -0.5, 3: -0.1, 4: -0.2}
-    assert most_likely(wide, 3) == {7: -0.5, 3: -0.1, 4: -0.2}
-    assert most_likely({3: -0.1, 4: -0.2, 5: -0.9}, 2) == {3: -0.1, 4: -0.2}
-    assert most_likely({3: -0.1, 4: -0.2}, 5) == {3: -0.1, 4: -0.2}
+    place = Place()
+    request = place.admit(top_limit=limit, logprobs=True)
+    place.apply((request, [came[0][0]], "stop"), details={0: RowDetail(top_logprobs=[came])})
+    assert request.result().top_logprobs == [kept]
 
 
 def test_top_logprobs_are_collected_and_prompt_logprobs_survive():
@@ -673,9 +683,9 @@ def test_top_logprobs_are_collected_and_prompt_logprobs_survive():
     request = place.admit(logprobs=True, top_limit=1)
     prompt = [None, {1: -0.5}]
     place.apply(
-        (request, [1]), details={0: RowDetail(top_logprobs=[{1: -1.0}], prompt_logprobs=prompt)}
+        (request, [1]), details={0: RowDetail(top_logprobs=[((1, -1.0),)], prompt_logprobs=prompt)}
     )
-    place.apply((request, [2], "stop"), details={0: RowDetail(2, top_logprobs=[{2: -2.0}])})
+    place.apply((request, [2], "stop"), details={0: RowDetail(2, top_logprobs=[((2, -2.0),)])})
     result = request.result()
     assert result.top_logprobs == [{1: -1.0}, {2: -2.0}]
     assert result.prompt_logprobs == prompt
@@ -692,9 +702,9 @@ def test_top_logprobs_do_not_slip_where_a_step_has_none(missing):
         ids = [10 * step, 10 * step + 1]
         details = None
         if step != missing:
-            tops = [{token: -1.0 * token} for token in ids]
+            tops = [((token, -1.0 * token),) for token in ids]
             details = {0: RowDetail(top_logprobs=tops)}
-        expected += tops if step != missing else [{}, {}]
+        expected += map(dict, tops) if step != missing else [{}, {}]
         place.apply((request, ids), (other, [1]), details=details)
     assert request.tokens.tolist() == [0, 1, 10, 11, 20, 21]
     assert request.top_logprobs == expected
@@ -705,7 +715,7 @@ def test_top_logprobs_do_not_slip_where_a_step_has_none(missing):
 def test_what_a_result_holds_is_the_callers_own():
     place = Place()
     request = place.admit(logprobs=True, top_limit=1)
-    detail = RowDetail(top_logprobs=[{1: -1.0}], prompt_logprobs=[None, {1: -0.5}])
+    detail = RowDetail(top_logprobs=[((1, -1.0),)], prompt_logprobs=[None, {1: -0.5}])
     place.apply((request, [1], "stop"), logprobs=[[-1.0]], details={0: detail})
     first, second = request.result(), request.result()
     for column in (first.token_ids, first.top_logprobs, first.prompt_logprobs):

@@ -35,9 +35,9 @@ def detail(value: RowDetail) -> tuple[Any, ...]:
 # -- the captured messages ----------------------------------------------------------------
 
 
-def rankings(arrays: dict[str, Any]) -> list[dict[int, float]]:
+def rankings(arrays: dict[str, Any]) -> list[tuple[tuple[int, float], ...]]:
     ids, logprobs = arrays["logprob_token_ids"]["values"], arrays["logprobs"]["values"]
-    return [dict(zip(*row, strict=True)) for row in zip(ids, logprobs, strict=True)]
+    return [tuple(zip(*row, strict=True)) for row in zip(ids, logprobs, strict=True)]
 
 
 def expected_detail(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -48,7 +48,7 @@ def expected_detail(row: dict[str, Any]) -> tuple[Any, ...]:
     return (
         row["stop_reason"],
         rankings(sampled) if wide and sampled["logprobs"]["shape"][1] > 1 else None,
-        None if prompt is None else [None, *rankings(prompt)],
+        None if prompt is None else [None, *map(dict, rankings(prompt))],
         cached or None,
         error["code"],
         error["message"],
@@ -289,7 +289,7 @@ def test_rankings_are_read_with_them() -> None:
     assert batch.logprobs == [[-1.5, -2.5], []]
     assert batch.details is not None
     assert batch.details.keys() == {0}
-    assert batch.details[0].top_logprobs == [{3: -1.5, 9: -0.5}, {4: -2.5, 3: -0.25}]
+    assert batch.details[0].top_logprobs == [((3, -1.5), (9, -0.5)), ((4, -2.5), (3, -0.25))]
 
 
 def test_rows_of_one_message_may_differ_in_width() -> None:
@@ -333,7 +333,7 @@ def test_arrays_in_frames_of_their_own() -> None:
     batch = decode(message(row(new_logprobs=wide)), *data)
     assert batch.logprobs == [[-0.5]]
     assert batch.details is not None
-    assert batch.details[0].top_logprobs == [{5: -0.5, 6: -1.5}]
+    assert batch.details[0].top_logprobs == [((5, -0.5), (6, -1.5))]
 
 
 # -- requests that are finished -----------------------------------------------------------

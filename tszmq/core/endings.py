@@ -47,8 +47,9 @@ def _refusal(detail: RowDetail | None, partial_result: Completion) -> TszmqError
     """An abort that nobody asked for, without a token, is how TokenSpeed refuses a request."""
     if detail is None or detail.error_message is None:
         return RequestRejected(
-            f"engine {partial_result.engine_index} refused the request and gave no reason on "
-            f"the wire ({partial_result.prompt_tokens} prompt tokens): its log has it"
+            f"engine {partial_result.engine_index} ended the request before its first token and "
+            f"gave no reason on the wire ({partial_result.prompt_tokens} prompt tokens): it "
+            "refused it, as its log says, or was paused, put to sleep or shut down"
         )
     kind = EnginePaused if detail.error_code == "engine_paused" else RequestRejected
     return kind(

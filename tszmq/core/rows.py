@@ -26,9 +26,9 @@ from tszmq.core.request import Request, Wakeable
 from tszmq.core.steps import Steps
 from tszmq.errors import DecodeError
 from tszmq.removal import remove_rows
-from tszmq.wire.base import EngineBatch
+from tszmq.wire.base import EngineBatch, Ranking
 
-__all__ = ["Applied", "Rows", "most_likely", "only_rows"]
+__all__ = ["Applied", "Rows", "only_rows"]
 
 _FEWEST_KEPT = 8  # rows: a batch of fewer is dealt out at once
 _append = array.append
@@ -54,19 +54,7 @@ class Applied:
     hidden: bool = False
 
 
-def most_likely(logprobs: dict[int, float], limit: int) -> dict[int, float]:
-    """The sampled token, which comes first, and the ``limit`` most likely ones.
-
-    Engines fill a batch up to its widest request, so that there may be more.
-    """
-    if len(logprobs) <= limit:
-        return logprobs
-    (sampled, value), *others = logprobs.items()
-    among_them = value >= others[limit - 1][1]
-    return {sampled: value, **dict(others[: limit - among_them])}
-
-
-def _extend_top(row: Request, tops: list[dict[int, float]] | None, count: int) -> None:
+def _extend_top(row: Request, tops: list[Ranking] | None, count: int) -> None:
     """One mapping a token, empty where none came, or later ones would slip.
 
     Args:
@@ -80,7 +68,8 @@ def _extend_top(row: Request, tops: list[dict[int, float]] | None, count: int) -
         return
     if row.top_logprobs is None:
         row.top_logprobs = [{} for _ in range(len(row.tokens) - count)]
-    row.top_logprobs += [most_likely(each, row.top_limit) for each in tops]
+    # The token itself, and as many as it asked for, of which it may be one.
+    row.top_logprobs += [dict(each[: 1 + row.top_limit]) for each in tops]
 
 
 class Rows:

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import attrs
 
@@ -24,23 +24,27 @@ NONE_ENDS: Mapping[int, str] = MappingProxyType({})
 """Of a batch all requests of which go on."""
 
 
+Ranking: TypeAlias = "tuple[tuple[int, float], ...]"
+"""Tokens and their logprobs, at one place: the token that is there, then the most likely ones in
+order, of which it may be one."""
+
+
 @attrs.define(eq=False, slots=True)
 class RowDetail:
     """What a row carries beyond the columns; few rows have any.
 
     Attributes:
         stop_reason: The stop token id, or the engine's word for it.
-        top_logprobs: One mapping a token of the row: the sampled token first, then the most
-            likely ones in order. It can hold more of them than the request asked for: engines
-            fill a batch up to its widest request.
-        prompt_logprobs: None for the prompt's first token, then one such mapping a token.
+        top_logprobs: One a token of the row. It can hold more than the request asked for:
+            engines fill a batch up to its widest request.
+        prompt_logprobs: None for the prompt's first token, then one mapping a token.
         cached_tokens: Prompt tokens found in the prefix cache, where the wire says it once a
             request and has no column for it.
         error_code, error_message, retryable: Why the engine refused the request.
     """
 
     stop_reason: int | str | None = None
-    top_logprobs: list[dict[int, float]] | None = None
+    top_logprobs: list[Ranking] | None = None
     prompt_logprobs: list[dict[int, float] | None] | None = None
     cached_tokens: int | None = None
     error_code: str | None = None

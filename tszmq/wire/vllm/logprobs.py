@@ -14,17 +14,17 @@ from operator import itemgetter
 from typing import Any
 
 from tszmq.errors import DecodeError
+from tszmq.wire.base import Ranking
 from tszmq.wire.described import described
 from tszmq.wire.vllm.arrays import FLOATS, INTEGERS, ArrayReader
 
-__all__ = ["Ranking", "read_prompt_logprobs", "read_sampled_logprobs"]
+__all__ = ["read_prompt_logprobs", "read_sampled_logprobs"]
 
 _SHORTEST = 3
 _TABLE = 2  # dimensions
 _ITEM = 4  # bytes of an int32, and of a float32
 _UNUSUAL = (TypeError, ValueError, IndexError, KeyError)
 
-Ranking = dict[int, float]
 _Table = tuple[tuple[int, ...], tuple[float, ...], int]  # ids, logprobs, columns
 _first_two = itemgetter(0, 1)
 
@@ -59,14 +59,14 @@ def read_sampled_logprobs(
     return columns, tops
 
 
-def read_prompt_logprobs(value: object, arrays: ArrayReader) -> list[Ranking | None]:
+def read_prompt_logprobs(value: object, arrays: ArrayReader) -> list[dict[int, float] | None]:
     """Those of the prompt's tokens: None for the first, which nothing predicts, then the rest.
 
     Raises:
         DecodeError: It is not that.
     """
     table = _read_table(value, "new_prompt_logprobs_tensors", arrays)
-    return [None, *_rankings(*table)]
+    return [None, *map(dict, _rankings(*table))]
 
 
 def _read_small(values: Sequence[Any], counts: Sequence[int]) -> _Table | None:
@@ -140,7 +140,7 @@ def _read_table(value: object, what: str, arrays: ArrayReader) -> _Table:
 
 
 def _rankings(ids: Sequence[int], logprobs: Sequence[float], width: int) -> list[Ranking]:
-    """One mapping a row. A sampled token that is among the most likely is there twice."""
+    """The pairs of each row."""
     pairs = zip(ids, logprobs, strict=True)
     # Taking the one iterator ``width`` times gives the pairs row by row.
-    return list(map(dict, zip(*[pairs] * width, strict=True))) if width else []
+    return list(zip(*[pairs] * width, strict=True)) if width else []
