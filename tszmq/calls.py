@@ -167,7 +167,9 @@ class EngineCalls:
     ) -> Any:
         """Take no requests for a weight update: what comes meanwhile is ``EnginePaused``.
 
-        ``mode``: what becomes of running requests (``"abort"``, ``"wait"``, ``"keep"``).
+        ``mode``: what becomes of running requests (``"abort"``, ``"wait"``, ``"keep"``). One rank of
+        a lockstep group pauses when all do: a call for it alone waits. Engines of 0.26 have
+        ``utility("pause_scheduler", mode, clear_cache)`` instead.
         """
         return self.utility(
             "pause_generation", mode, clear_cache, engine_index=engine_index, timeout=timeout

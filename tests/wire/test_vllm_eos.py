@@ -58,6 +58,56 @@ def test_models(model: Any, config: Any, generation: Any, facts: tuple[Any, ...]
     assert read_model(str(directory)) == ModelFacts(*facts)
 
 
+DECODER = {"added_tokens_decoder": {"2": {"content": "</s>"}, "259": {"content": "<|im_end|>"}}}
+BPE = {
+    "added_tokens": [{"id": 259, "content": "<|im_end|>"}],
+    "model": {"type": "BPE", "vocab": {"a": 0, "yes": 77}},
+}
+UNIGRAM = {"model": {"type": "Unigram", "vocab": [["<unk>", 0], ["</s>", -1.5], ["yes", -2.0]]}}
+
+
+@pytest.mark.parametrize(
+    ("generation", "tokenizer", "whole", "ends"),
+    [
+        # The tokenizer's is the main one, whatever the configurations call theirs.
+        (None, {"eos_token": "<|im_end|>", **DECODER}, None, (259, 2)),
+        (None, {"eos_token": {"content": "<|im_end|>"}, **DECODER}, None, (259, 2)),
+        (None, {"eos_token": "<|im_end|>"}, BPE, (259, 2)),
+        (None, {"eos_token": "yes", **DECODER}, BPE, (77, 2)),
+        (None, {"eos_token": "yes"}, UNIGRAM, (2,)),
+        ({"eos_token_id": [2, 9]}, {"eos_token": "<|im_end|>"}, BPE, (259, 2, 9)),
+        ({"eos_token_id": [9, 259]}, {"eos_token": "<|im_end|>"}, BPE, (259, 9)),
+        # A generation configuration replaces the other.
+        ({"eos_token_id": 7}, {"eos_token": "yes"}, BPE, (77, 7)),
+        ({}, {"eos_token": "yes"}, BPE, (77,)),
+        # The tokenizer does not tell: both configurations count.
+        ({"eos_token_id": 7}, None, BPE, (2, 7)),
+        ({"eos_token_id": 7}, {"eos_token": None}, BPE, (2, 7)),
+        ({"eos_token_id": 7}, {"eos_token": "nowhere", **DECODER}, BPE, (2, 7)),
+        ({"eos_token_id": 7}, {"eos_token": "nowhere"}, None, (2, 7)),
+        # Files of another make.
+        (None, {"eos_token": ["yes"]}, BPE, (2,)),
+        (None, {"eos_token": "yes", "added_tokens_decoder": ["yes"]}, None, (2,)),
+        (None, {"eos_token": "yes", "added_tokens_decoder": {"x": {"content": "yes"}}}, None, (2,)),
+        (None, {"eos_token": "yes"}, {"added_tokens": {"yes": 5}, "model": "yes"}, (2,)),
+        (None, {"eos_token": "yes"}, {"added_tokens": ["yes"], "model": {"vocab": 5}}, (2,)),
+        (None, {"eos_token": "yes"}, {"model": {"vocab": {"yes": "77"}}}, (2,)),
+        (None, {"eos_token": "yes"}, {"model": {"vocab": {"yes": True}}}, (2,)),
+        (None, {"eos_token": "yes"}, {"model": {"vocab": {"yes": -1}}}, (2,)),
+        (None, {"eos_token": "yes"}, {"model": {"vocab": [5, [], None, ["yes"]]}}, (3, 2)),
+    ],
+)
+def test_the_end_of_the_tokenizer(
+    model: Any, generation: Any, tokenizer: Any, whole: Any, ends: tuple[int, ...]
+) -> None:
+    """As vLLM's own frontend stops."""
+    directory = model({"eos_token_id": 2}, generation)
+    for name, content in (("tokenizer_config.json", tokenizer), ("tokenizer.json", whole)):
+        if content is not None:
+            (directory / name).write_text(json.dumps(content), encoding="utf-8")
+    assert read_model(directory).eos_token_ids == ends
+
+
 @pytest.mark.parametrize(
     ("config", "generation", "message"),
     [

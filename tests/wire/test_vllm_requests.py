@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -334,6 +335,76 @@ def test_grammars(params: dict[str, Any], wire: dict[str, Any]) -> None:
 def test_the_grammar_backend_can_be_named() -> None:
     params = SamplingParams(regex="a", extra={"structured_outputs": {"_backend": "guidance"}})
     assert sampling(params)["structured_outputs"]["_backend"] == "guidance"
+
+
+WORDS = {"type": "string"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "multipleOf": 7},
+        {"type": ["number", "null"], "multipleOf": 0.5},
+        {"type": "array", "uniqueItems": True},
+        {"type": "array", "contains": {"const": 9}},
+        {**WORDS, "format": "iban"},
+        {**WORDS, "format": ["email"]},
+        {**WORDS, "format": "email", "minLength": 40},
+        {**WORDS, "pattern": "a*", "maxLength": 4},
+        {"type": "object", "propertyNames": {"pattern": "a", "minLength": 2}},
+        {"type": "object", "propertyNames": WORDS, "properties": {}},
+        {"type": "object", "propertyNames": WORDS, "unevaluatedProperties": False},
+        {"allOf": [WORDS, {"enum": ["yes"]}]},
+        {"type": "object", "properties": {"a": {"anyOf": [{"type": "integer", "multipleOf": 2}]}}},
+    ],
+    ids=lambda schema: json.dumps(schema)[:40],
+)
+def test_what_xgrammar_ignores_is_for_guidance(schema: dict[str, Any]) -> None:
+    """Its output would break the schema, and nobody would be told."""
+    seen = sampling(SamplingParams(json_schema=schema))["structured_outputs"]
+    assert seen["_backend"] == "guidance"
+    chosen = {"structured_outputs": {"_backend": "xgrammar"}}
+    seen = sampling(SamplingParams(json_schema=json.dumps(schema), extra=chosen))
+    assert seen["structured_outputs"]["_backend"] == "xgrammar"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        True,
+        [{"type": "integer", "multipleOf": 7}],
+        {"multipleOf": 7},
+        {**WORDS, "format": "email"},
+        {**WORDS, "pattern": "a*"},
+        {**WORDS, "minLength": 4},
+        {"type": "array", "items": WORDS, "minItems": 1},
+        {"type": "object", "propertyNames": WORDS},
+        {"type": "object", "patternProperties": {"^a": WORDS}},
+        {"allOf": [WORDS]},
+    ],
+    ids=lambda schema: json.dumps(schema)[:40],
+)
+def test_what_xgrammar_heeds_stays_with_it(schema: Any) -> None:
+    text = json.dumps(schema)
+    assert (
+        sampling(SamplingParams(json_schema=text))["structured_outputs"]["_backend"] == "xgrammar"
+    )
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"a": WORDS}, "patternProperties": {"^b": WORDS}},
+        {"type": "object", "patternProperties": {"^a": WORDS, "^b": WORDS}},
+        {"allOf": [WORDS, {"patternProperties": {}}]},
+    ],
+)
+def test_what_no_backend_heeds_is_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedField, match=r"xgrammar ignores.*'_backend'"):
+        sampling(SamplingParams(json_schema=schema))
+    named = {"structured_outputs": {"_backend": "outlines"}}
+    seen = sampling(SamplingParams(json_schema=schema, extra=named))["structured_outputs"]
+    assert seen["_backend"] == "outlines"
 
 
 # -- end tokens ---------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -54,10 +54,12 @@ def end_token_ids(value: object, what: str = "eos_token_id") -> tuple[int, ...]:
 
 
 def read_model(directory: str | os.PathLike[str], *, ends_needed: bool = True) -> ModelFacts:
-    """Read ``config.json`` and, where there is one, ``generation_config.json``.
+    """Read what a model's files say, as vLLM's frontend does.
 
-    Both may name end tokens, as one id or as several. Those of the first come first, as the
-    main ones: models often stop at more tokens than their configuration has.
+    It stops at the end token of the tokenizer, which is the main one, and at those of
+    ``generation_config.json`` or, where there is no such file, of ``config.json``. Where the
+    tokenizer's cannot be told from its JSON files, those of both configurations count, the main
+    one first.
 
     Args:
         directory: Of a model, on this machine.
@@ -77,19 +79,54 @@ def read_model(directory: str | os.PathLike[str], *, ends_needed: bool = True) -
             f"model={path!r:.200} must be the directory of a model on this machine: it has no "
             f"{_CONFIG}"
         )
-    generation = _read_json(path, _GENERATION) or {}
-    ids = dict.fromkeys(
-        [
-            *_ids_in(_value(config, "eos_token_id"), path, _CONFIG),
-            *_ids_in(generation.get("eos_token_id"), path, _GENERATION),
-        ]
-    )
+    generation = _read_json(path, _GENERATION)
+    configured = _ids_in(_value(config, "eos_token_id"), path, _CONFIG)
+    generated = _ids_in((generation or {}).get("eos_token_id"), path, _GENERATION)
+    main = _tokenizer_end(path)
+    if main is None:
+        ids = (*configured, *generated)
+    else:
+        ids = (main, *(configured if generation is None else generated))
     if ends_needed and not ids:
         raise InvalidRequest(
             f"neither {_CONFIG} nor {_GENERATION} in {path!r:.200} has an eos_token_id: give "
             "eos_token_id=... (or eos_token_id=[] if there is none)"
         )
-    return ModelFacts(tuple(ids), _vocab_size(config, path))
+    return ModelFacts(tuple(dict.fromkeys(ids)), _vocab_size(config, path))
+
+
+def _tokenizer_end(directory: str) -> int | None:
+    """The id of the tokenizer's end token; None where its JSON files do not tell."""
+    tokenizer = _read_json(directory, "tokenizer_config.json") or {}
+    token = tokenizer.get("eos_token")
+    if isinstance(token, Mapping):
+        token = token.get("content")
+    if not isinstance(token, str):
+        return None
+    for found in _ids_of(token, tokenizer.get("added_tokens_decoder"), directory):
+        if type(found) is int and 0 <= found <= MAX_TOKEN_ID:
+            return found
+    return None
+
+
+def _ids_of(token: str, added: object, directory: str) -> Iterator[object]:
+    """What the files of a tokenizer call a token, the small ones first."""
+    if isinstance(added, Mapping):
+        for key, entry in added.items():
+            if isinstance(entry, Mapping) and entry.get("content") == token and key.isdecimal():
+                yield int(key)
+    whole = _read_json(directory, "tokenizer.json") or {}
+    entries = whole.get("added_tokens")
+    for entry in entries if isinstance(entries, list) else ():
+        if isinstance(entry, Mapping) and entry.get("content") == token:
+            yield entry.get("id")
+    model = whole.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, Mapping) else None
+    if isinstance(vocabulary, Mapping):
+        yield vocabulary.get(token)
+    elif isinstance(vocabulary, list):  # pieces and their scores
+        pieces = enumerate(vocabulary)
+        yield from (at for at, piece in pieces if isinstance(piece, list) and piece[:1] == [token])
 
 
 def _read_json(directory: str, name: str) -> dict[str, Any] | None:

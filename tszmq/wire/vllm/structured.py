@@ -15,6 +15,7 @@ from tszmq.checks import shown
 from tszmq.errors import InvalidRequest, UnsupportedField
 from tszmq.types import SamplingParams
 from tszmq.wire.described import is_text
+from tszmq.wire.vllm.schemas import beyond_guidance, beyond_xgrammar
 
 __all__ = ["structured_outputs"]
 
@@ -57,11 +58,29 @@ def structured_outputs(params: SamplingParams) -> dict[str, Any] | None:
             "structured_outputs must have one constraint (json_schema, regex, ebnf, "
             f"structural_tag, or in extra choice or json_object), got {kinds or 'none'}"
         )
-    _check_grammar(kinds[0], constraint[kinds[0]])
-    # Which one an engine was started with is not in its registration; this is what "auto"
-    # takes when the grammar has nothing that it cannot do.
-    constraint.setdefault("_backend", _BACKENDS[0])
+    document = _check_grammar(kinds[0], constraint[kinds[0]])
+    if constraint.get("_backend") is None:
+        constraint["_backend"] = _backend_for(document if kinds[0] == "json" else None)
     return constraint
+
+
+def _backend_for(schema: object) -> str:
+    """What an engine's "auto" takes; which backend it was started with is not in its
+    registration.
+
+    Raises:
+        UnsupportedField: No backend is known to heed all of a schema.
+    """
+    ignored = beyond_xgrammar(schema)
+    if ignored is None:
+        return "xgrammar"
+    if not beyond_guidance(schema):
+        return "guidance"
+    raise UnsupportedField(
+        f"json_schema has {ignored}, which xgrammar ignores, and patternProperties, which guidance "
+        "does not know: change it, or name the backend that the engine was started with in "
+        "extra={'structured_outputs': {'_backend': ...}}"
+    )
 
 
 def _check_options(options: object) -> None:
@@ -105,20 +124,22 @@ _OPTIONS: dict[str, Any] = {
 }
 
 
-def _check_grammar(kind: str, grammar: object) -> None:
+def _check_grammar(kind: str, grammar: object) -> object:
+    """Returns what it holds, where it is JSON."""
     name = _NEUTRAL_OF.get(kind, kind)
     if kind == "regex":
         if "\x00" in str(grammar):
             raise InvalidRequest(f"regex must not have a NUL character, got {shown(grammar)}")
     elif isinstance(grammar, str) and not grammar.strip():
         raise InvalidRequest(f"{name} must not be empty, got {shown(grammar)}")
-    if kind in _MAX_LEVELS:
-        _check_json(name, str(grammar), _MAX_LEVELS[kind])
+    return _check_json(name, str(grammar), _MAX_LEVELS[kind]) if kind in _MAX_LEVELS else None
 
 
-def _check_json(name: str, text: str, max_levels: int) -> None:
+def _check_json(name: str, text: str, max_levels: int) -> object:
+    document = None
     try:
-        levels = _levels(json.loads(text), max_levels)
+        document = json.loads(text)
+        levels = _levels(document, max_levels)
     except RecursionError:
         levels = max_levels + 1
     except ValueError as error:
@@ -128,6 +149,7 @@ def _check_json(name: str, text: str, max_levels: int) -> None:
             f"{name} must not nest more than {max_levels} levels of arrays and objects: the "
             "engine's grammar compiler takes too long, or crashes"
         )
+    return document
 
 
 def _levels(document: object, limit: int) -> int:
