@@ -167,7 +167,7 @@ class EngineCalls:
     ) -> Any:
         """Take no requests for a weight update: what comes meanwhile is ``EnginePaused``.
 
-        ``mode``: what becomes of running requests (``"abort"``, ``"wait"``, ``"keep"``). One rank of
+        ``mode``: what becomes of running requests (``"abort"``, ``"wait"``, ``"keep"``). A rank of
         a lockstep group pauses when all do: a call for it alone waits. Engines of 0.26 have
         ``utility("pause_scheduler", mode, clear_cache)`` instead.
         """

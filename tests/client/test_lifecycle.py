@@ -7,6 +7,7 @@ import gc
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import time
@@ -709,6 +710,77 @@ print("leaving", flush=True)
         where,
     )
     assert result.output.splitlines() == ["child 7 parent 20", "leaving"]
+    exits_cleanly(result)
+
+
+LIVING_CHILD = """
+import os, signal, socket, sys, warnings
+warnings.simplefilter("ignore")
+from tszmq import Client
+from tszmq.sim import Fleet
+
+def inodes():
+    found = set()
+    for entry in os.listdir("/dev/fd"):
+        try:
+            found.add(os.stat(f"/dev/fd/{entry}").st_ino)
+        except OSError:
+            pass
+    return found
+
+others = [socket.create_server(("127.0.0.1", 0)), *socket.socketpair()]
+others.append(socket.create_connection(others[0].getsockname()))
+closed = Client.bind("tcp://127.0.0.1:*")
+port = int(closed.endpoints.handshake.rpartition(":")[2])
+closed.close()
+others.append(socket.create_server(("127.0.0.1", port)))  # in the place of a closed client
+mine = {os.fstat(each.fileno()).st_ino for each in others}
+
+bound = Client.bind(sys.argv[1], allow_remote=True)
+print(bound.endpoints.handshake, flush=True)
+engines = Fleet(1)
+engines.start(sys.argv[2])
+client = bound.connect(20)
+client.generate([1])
+addresses = client.endpoints
+go, told = os.pipe()
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    os.close(told)
+    print("others", mine <= inodes(), flush=True)
+    os.read(go, 1)
+    os._exit(0)
+client.close()
+again = Client.bind(addresses, allow_remote=True)
+print("bound again", again.endpoints == addresses)
+again.close()
+engines.terminate()
+for each in others:
+    each.close()
+os.write(told, b"x")
+_, status = os.waitpid(child, 0)
+print("status", status)
+print("leaving", flush=True)
+"""
+
+
+@pytest.mark.embedded
+@pytest.mark.parametrize("where", ["tcp://127.0.0.1", "tcp://0.0.0.0", "tcp://[::]", "ipc"])
+def test_a_child_that_lives_on_keeps_no_address(run_script, short_dir, where):
+    """Workers of a pool, say: the parent can close its client, and make another one there."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    address = f"ipc://{short_dir}/h" if where == "ipc" else f"{where}:{port}"
+    reached = address.replace("0.0.0.0", "127.0.0.1").replace("[::]", "127.0.0.1")
+    result = run_script(LIVING_CHILD, address, reached)
+    assert result.output.splitlines() == [
+        address,
+        "others True",
+        "bound again True",
+        "status 0",
+        "leaving",
+    ]
     exits_cleanly(result)
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
+import tempfile
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -49,3 +54,52 @@ def test_a_failed_start_up_of_a_running_client_hurts_nobody(client_and_engines):
     engine = client_and_engines.engine(client.endpoints.handshake, 0).connect()
     eventually(lambda: client.engines[0].alive)
     answer_one(client, engine)
+
+
+def test_data_sockets_that_somebody_removed(client_and_engines, short_dir, caplog):
+    """Engines that are connected go on; one that comes later cannot, and somebody has to know."""
+    client, [engine] = client_and_engines(endpoints=f"ipc://{short_dir}/h")
+    os.unlink(client.endpoints.input.removeprefix("ipc://"))
+    answer_one(client, engine)
+    assert not caplog.records
+    engine.close()
+    eventually(lambda: not client.engines[0].alive)
+    with caplog.at_level(logging.ERROR, "tszmq"):
+        successor = client_and_engines.engine(client.endpoints.handshake, 0).hello()
+        successor.wait_init()
+    texts = [record.getMessage() for record in caplog.records]
+    [text] = [text for text in texts if "engine 0 cannot reach it" in text]
+    assert client.endpoints.input.removeprefix("ipc://") in text
+
+
+@pytest.mark.parametrize(
+    ("module", "test", "what"),
+    [
+        ("gevent.monkey", "is_module_patched", "threading"),
+        ("eventlet.patcher", "is_monkey_patched", "thread"),
+    ],
+)
+def test_greenlets_are_no_threads(monkeypatch, module, test, what):
+    """The first of them that waits for a socket would stop all others, for ever."""
+    patched = SimpleNamespace(**{test: lambda asked: asked == what})
+    monkeypatch.setitem(sys.modules, module, patched)
+    with pytest.raises(tszmq.ConnectError, match=f"greenlets .{module}.*needs real"):
+        tszmq.Client.bind("tcp://127.0.0.1:*")
+    # Everything else may be patched.
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{test: lambda _: False}))
+    with tszmq.Client.bind("tcp://127.0.0.1:*"):
+        pass
+
+
+def test_no_directory_for_the_data_sockets(monkeypatch, short_dir):
+    """A container whose file systems are all read-only: told as one of ours, and what to do."""
+
+    def mkdtemp(**_: object) -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
+    with pytest.raises(tszmq.ConnectError, match=r"No usable temporary directory.*set TMPDIR"):
+        tszmq.Client.bind("tcp://127.0.0.1:*")
+    given = tszmq.Endpoints(*(f"ipc://{short_dir}/{name}" for name in "hio"))
+    with tszmq.Client.bind(given):
+        pass

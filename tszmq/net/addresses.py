@@ -266,6 +266,14 @@ def _private_directory() -> str:
     return directory
 
 
+def _identity(path: str) -> tuple[int, int] | None:
+    """What is there."""
+    with contextlib.suppress(OSError):
+        found = os.lstat(path)
+        return found.st_dev, found.st_ino
+    return None
+
+
 class IpcFiles:
     """The socket files and private directory of one client, removed when it closes."""
 
@@ -293,8 +301,11 @@ class IpcFiles:
     def bound(self, path: str) -> None:
         """A socket of ours is bound there now: only this user may connect."""
         os.chmod(path, 0o600)
-        found = os.lstat(path)
-        self._paths[_absolute(path)] = found.st_dev, found.st_ino
+        self._paths[_absolute(path)] = _identity(path)
+
+    def missing(self) -> list[str]:
+        """Paths at which ours is no more: removed, or replaced."""
+        return [path for path, identity in self._paths.items() if _identity(path) != identity]
 
     def remove(self) -> None:
         """Remove what is still ours: not a file that somebody else has put there since."""

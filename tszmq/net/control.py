@@ -335,6 +335,15 @@ class _Control:
 
     def _invite(self, index: int) -> None:
         """An engine is about to be told where to dial."""
+        gone = self._sockets.files.missing()
+        if gone:
+            log.error(
+                "tszmq: %s of this client is gone, removed or replaced by somebody else (a cleaner "
+                "of temporary files?): engine %d cannot reach it; close the client and make a new "
+                "one",
+                gone[0],
+                index,
+            )
         self._outputs.invite(index)
         self._allow_takeovers()
 

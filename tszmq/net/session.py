@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import os
 import secrets
+import sys
 import threading
 import time
 import weakref
@@ -17,6 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import zmq
 
 from tszmq.core.endings import client_closed
@@ -28,6 +30,7 @@ from tszmq.errors import ConnectError, ForkedClient, LockOrderError
 from tszmq.net import mailbox as mail
 from tszmq.net.addresses import binding_alone
 from tszmq.net.control import Settings, run_control
+from tszmq.net.forks import close_copies
 from tszmq.net.mailbox import Mailbox
 from tszmq.net.receiver import run_receiver
 from tszmq.net.shared import Readiness, Shared
@@ -39,10 +42,14 @@ from tszmq.wire.base import WireProtocol
 __all__ = ["Session"]
 
 _EXIT_SECONDS = 0.8  # all sessions together, when the interpreter ends
+_GREENLETS = {
+    "gevent.monkey": ("is_module_patched", "threading"),
+    "eventlet.patcher": ("is_monkey_patched", "thread"),
+}
 _UNDO_SECONDS = 5.0  # for a control thread whose receiver did not start
 # Not the sessions: one that is forgotten just before the interpreter ends has threads that have
 # not heard of it yet. They hold these until everything is down.
-_open: weakref.WeakSet[Shared] = weakref.WeakSet()
+_open: weakref.WeakKeyDictionary[Shared, Endpoints] = weakref.WeakKeyDictionary()
 
 
 class Session:
@@ -79,6 +86,7 @@ class Session:
         self.claims = [None]  # taken with one C call, by one thread
         self.claimed = False
         """Whether a ``Client`` has taken it over from the ``BoundClient``."""
+        _require_real_threads()
         startup = Startup(engine_count)
         with binding_alone(endpoints):
             sockets = bind_sockets(endpoints, max_message_bytes, settings.send_timeout)
@@ -106,7 +114,7 @@ class Session:
         # A forgotten session: the finalizer only posts; the threads do the rest.
         self._finalizer = weakref.finalize(self, self.shared.mailbox.post, mail.Stop())
         self._finalizer.atexit = False
-        _open.add(self.shared)
+        _open[self.shared] = self.endpoints
 
     def _start(self, sockets: Sockets) -> None:
         try:
@@ -201,6 +209,21 @@ class Session:
                 thread.join(min(max(0.0, deadline - time.monotonic()), 1.0))
 
 
+def _require_real_threads() -> None:
+    """Greenlets in their place would all stop where the first of ours waits for a socket.
+
+    Raises:
+        ConnectError: gevent or eventlet has put them there.
+    """
+    for name, (test, what) in _GREENLETS.items():
+        patching = sys.modules.get(name)
+        if patching is not None and getattr(patching, test)(what):
+            raise ConnectError(
+                f"the threads of this process are greenlets ({name}), and a client needs real "
+                "ones: patch everything but threads, or use it in a process of its own"
+            )
+
+
 def _close(owned: Owned[zmq.Socket[bytes]]) -> None:
     with contextlib.suppress(LockOrderError):  # it has been taken, and closed
         closed = owned.take()
@@ -247,10 +270,19 @@ def _threads(
     return control, receiver
 
 
+def _let_go_in_child() -> None:
+    # Of a closed one they may be somebody else's by now.
+    open_ones = [where for shared, where in list(_open.items()) if not shared.ended.is_set()]
+    close_copies(address for where in open_ones for address in attrs.astuple(where))
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
+
+
 @atexit.register
 def _close_all() -> None:
     """The interpreter ends: tell the engines to stop, and do not wait long for anything."""
-    everyone = [shared for shared in _open if shared.pid == os.getpid()]
+    everyone = [shared for shared in list(_open) if shared.pid == os.getpid()]
     for shared in everyone:
         shared.abandon(client_closed)
         shared.mailbox.post(mail.Stop(quiet=True))
