@@ -127,7 +127,9 @@ def _wait_for_engines(session: Session, timeout: float, look: Callable[[], objec
         now = time.monotonic()
         where, text = session.endpoints.handshake, shared.readiness.text
         if now >= deadline:
-            raise HandshakeTimeout(f"after {timeout} s at {where}: {text}")
+            advice = shared.readiness.advice
+            more = f". {advice}" if advice else ""
+            raise HandshakeTimeout(f"after {timeout} s at {where}: {text}{more}")
         if now >= next_told:
             next_told = now + _PROGRESS_SECONDS
             _log.info("tszmq: waiting at %s for %.0f s: %s", where, now - started, text)

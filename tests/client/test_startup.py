@@ -251,6 +251,7 @@ def test_timeout_names_who_never_said_hello(client_and_engines):
     assert "hello" in message.lower()
     assert "1 of 3 engines missing" in message
     assert re.search(r"\b2\b", message.partition("missing")[2])
+    assert message.endswith("start those anew that served an earlier client.")
     check_bindable(address)
 
 

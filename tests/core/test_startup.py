@@ -253,6 +253,17 @@ def test_texts_are_short_however_many_are_missing(step):
     assert re.search(r"\d+ more", text)
 
 
+def test_what_may_be_done_about_it():
+    startup = Startup(1)
+    assert "earlier client" in startup.advise()
+    startup.hello(0, 0)
+    assert startup.advise() == ""
+    startup.ready(0)
+    assert "dials the input address" in startup.advise()
+    startup.registered(0)
+    assert startup.advise() == ""
+
+
 def test_strangers_are_counted():
     startup = Startup(1)
     startup.ignored = 3

@@ -158,6 +158,19 @@ class Startup:
         coming = sum(stage in (Stage.REGISTERED, Stage.DEAD) for stage in self._stages.values())
         return self.expected - coming
 
+    def advise(self) -> str:
+        """What may be done about those that are missing."""
+        advice = []
+        if Stage.READY in self._stages.values():
+            advice.append(
+                "Who said READY dials the input address next: see that it can from where it runs."
+            )
+        if self.expected > len(self._stages) + len(self._gone - set(self._stages)):
+            advice.append(
+                "Engines may say HELLO only once: start those anew that served an earlier client."
+            )
+        return " ".join(advice)
+
     def describe_missing(self) -> str:
         """Who is missing and at which stage, for people."""
         coming = [

@@ -350,7 +350,10 @@ class _Control:
     def _publish_readiness(self) -> None:
         self._allow_takeovers()
         self._shared.readiness = Readiness(
-            self._startup.num_missing(), self._startup.describe_missing(), self._greeter.failed
+            self._startup.num_missing(),
+            self._startup.describe_missing(),
+            self._startup.advise(),
+            self._greeter.failed,
         )
         self._shared.arrivals.wake()
 

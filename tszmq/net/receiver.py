@@ -170,7 +170,7 @@ class _Receiver:
         try:
             batch = self._decoder.decode(frames)
             if not batch.request_ids:
-                self._doubt(batch, source_fd(frame))
+                self._check_sender(batch, source_fd(frame))
             with self._shared.state as flights:
                 applied = flights.apply(batch, now)
             if batch.signals:
@@ -230,7 +230,7 @@ class _Receiver:
             self._shared.mailbox.post(OutputLost(suspects[0], reason))
         self._note_unreadable(fd, DecodeError(reason))
 
-    def _doubt(self, batch: EngineBatch, fd: int) -> None:
+    def _check_sender(self, batch: EngineBatch, fd: int) -> None:
         """Anybody can send a batch without rows: it tells an engine's load if that is known to
         have sent it."""
         index = batch.engine_index

@@ -98,7 +98,9 @@ class Session:
                 state=mutex(Level.STATE, Flights(self.ids, policy, max_inflight)),
                 mailbox=mailbox,
                 protocol=protocol,
-                readiness=Readiness(startup.num_missing(), startup.describe_missing()),
+                readiness=Readiness(
+                    startup.num_missing(), startup.describe_missing(), startup.advise()
+                ),
             )
             self._threads = _threads(
                 sockets, self.shared, startup, settings, max_message_bytes, on_closed

@@ -43,11 +43,13 @@ class Readiness:
     Attributes:
         missing: Engines that have not registered.
         text: Who is missing and why, for people.
+        advice: What they may do about it.
         failed: What an engine said that failed to start, or None.
     """
 
     missing: int
     text: str
+    advice: str
     failed: str | None = None
 
 
