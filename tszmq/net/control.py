@@ -36,6 +36,7 @@ from tszmq.errors import DecodeError
 from tszmq.net import mailbox as mail
 from tszmq.net.gate import never_waits
 from tszmq.net.greeter import Greeter
+from tszmq.net.lockstep import Lockstep
 from tszmq.net.log import log
 from tszmq.net.losses import Losses
 from tszmq.net.monitors import Connection
@@ -48,7 +49,6 @@ from tszmq.net.silence import SilenceWatch
 from tszmq.net.sockets import NOWHERE, WAKE, Sockets, source_fd
 from tszmq.net.timers import Timers
 from tszmq.types import EngineInfo
-from tszmq.wire.base import WaveComplete
 from tszmq.wire.startup import engine_index
 
 __all__ = ["Settings", "run_control"]
@@ -67,7 +67,6 @@ _REGISTRATION_GRACE = 1.0  # after READY, when a successor waits
 _REDIAL_SECONDS = 0.35
 _CLOSING_LINGER_MS = 200  # for the last aborts to leave
 _JOIN_SECONDS = 5.0
-_PARKED_SECONDS = 0.02  # for the last outputs of a group that parks to be read
 _BLOCKED_POLL_MS = 5
 _LONGEST_POLL = 3600.0
 _MESSAGES_A_TURN = 1000
@@ -173,6 +172,7 @@ class _Control:
             before_init=self._invite,
         )
         self._sender = Sender(own.input, shared.protocol, settings.send_timeout, self._begin_death)
+        self._lockstep = Lockstep(shared, self._sender, self._at)
         self._silence = SilenceWatch(settings.silence_timeout, settings.silence_warning)
         self._index_of: dict[int, int] = {}  # input connection -> engine index
         self._timers = Timers()
@@ -183,7 +183,7 @@ class _Control:
         self._actions: dict[type, Callable[[Any], object]] = {
             mail.Add: self._sender.add,
             mail.Call: self._sender.call,
-            mail.Wave: self._observe,
+            mail.Wave: self._lockstep.observe,
             mail.Abort: lambda item: self._sender.abort(item.requests),
             mail.Settle: self._settle,
             mail.Run: lambda item: item.action(),
@@ -195,7 +195,6 @@ class _Control:
             mail.Stop: self._stop,
         }
         self._stopping = False
-        self._parked = False  # a rank of a lockstep group has: see whether it may
         self._sweeping = False
         self._quiet = False
         self._poller = zmq.Poller()
@@ -451,8 +450,7 @@ class _Control:
         for _ in range(min(len(items), _MESSAGES_A_TURN)):
             item = items.popleft()
             self._actions[type(item)](item)
-        if self._sender.has_new_work():
-            self._sender.wake_group()
+        self._lockstep.wake_for_requests()
 
     def _settle(self, item: mail.Settle) -> None:
         wake_all(self._shared.settle(item.requests, item.end))
@@ -461,24 +459,6 @@ class _Control:
     def _stop(self, item: mail.Stop) -> None:
         self._stopping = True
         self._quiet = self._quiet or item.quiet
-
-    def _observe(self, item: mail.Wave) -> None:
-        self._sender.observe(item)
-        if isinstance(item.signal, WaveComplete) and not self._parked:
-            self._parked = True
-            self._at(_PARKED_SECONDS, self._look_at_group)
-
-    def _look_at_group(self) -> None:
-        """Wake a group that parked while it has requests.
-
-        A rank that reads our wake-up just before it parks ignores it; a peer that had parked
-        before and reads its request after that is alone then, and waits for the others for ever.
-        """
-        self._parked = False
-        with self._shared.state as flights:
-            busy = any(flights.routing.inflight(index) for index in self._sender.lockstep())
-        if busy:
-            self._sender.wake_group()
 
     # -- the end
 

@@ -9,8 +9,7 @@ import attrs
 import zmq
 
 from tszmq.core.request import Request
-from tszmq.core.wave import WaveClock
-from tszmq.net.mailbox import Add, Call, Wave
+from tszmq.net.mailbox import Add, Call
 from tszmq.net.outbox import Outbox
 from tszmq.wire.base import WireProtocol
 
@@ -58,8 +57,7 @@ class Sender:
         self._protocol = protocol
         self._outbox = Outbox(router, send_timeout)
         self._on_lost = on_lost
-        self._waves = WaveClock()
-        self._asleep = False  # a lockstep group was given a request and has not been woken
+        self._new_work = False  # of a lockstep group that has not been woken for it
 
     def lockstep(self) -> Iterator[int]:
         """The engines that step together; some may be dropped meanwhile."""
@@ -86,7 +84,7 @@ class Sender:
             request.sent = True
             self._send(request.engine_index, item.frames)
             link = self.links.get(request.engine_index)
-            self._asleep |= link is not None and link.lockstep
+            self._new_work |= link is not None and link.lockstep
 
     def call(self, item: Call) -> None:
         """A utility call."""
@@ -105,18 +103,13 @@ class Sender:
                 part = ids[start : start + _ABORTS_A_MESSAGE]
                 self._send(index, self._protocol.encode_abort(part))
 
-    def observe(self, item: Wave) -> None:
-        """A lockstep group said where its waves are."""
-        self._waves.observe(item.signal)
-
     def has_new_work(self) -> bool:
-        """Whether a lockstep group was given a request since it was woken."""
-        return self._asleep
+        """Whether a lockstep group was sent a request since ``send_to_group``."""
+        return self._new_work
 
-    def wake_group(self) -> None:
-        """Every rank, whoever got a request: none steps before all are awake."""
-        self._asleep = False
-        frames = self._protocol.encode_start_wave(self._waves.next())
+    def send_to_group(self, frames: list[bytes]) -> None:
+        """The same to every rank, whoever got a request: none steps before all are awake."""
+        self._new_work = False
         for index in self.lockstep():
             self._send(index, frames)
 
