@@ -43,6 +43,11 @@ def tcp_host(address: str) -> str:
     return address[len("tcp://") :].rpartition(":")[0].strip("[]")
 
 
+def is_wildcard(host: str) -> bool:
+    """Whether a host stands for every address of the machine."""
+    return host in ("0.0.0.0", "::", "*")
+
+
 def ipc_path(address: str) -> str:
     """The path of ``ipc://path``."""
     return address[len("ipc://") :]

@@ -13,12 +13,11 @@ import socket
 import stat
 from collections.abc import Iterable
 
-from tszmq.net.addresses import ipc_path, is_tcp, tcp_host
+from tszmq.net.addresses import ipc_path, is_tcp, is_wildcard, tcp_host
 
 __all__ = ["close_copies"]
 
-_WILDCARDS = ("", "*", "0.0.0.0", "::")
-_Name = tuple[str, int]  # host and port; a path, and no port
+_Name = tuple[str, int]  # host, empty for all of them, and port; or a path, and no port
 
 
 def close_copies(addresses: Iterable[str]) -> None:
@@ -54,4 +53,4 @@ def _name(address: str) -> _Name:
     if not is_tcp(address):
         return ipc_path(address), 0
     host = tcp_host(address)
-    return "" if host in _WILDCARDS else host, int(address.rpartition(":")[2])
+    return "" if is_wildcard(host) else host, int(address.rpartition(":")[2])

@@ -10,7 +10,7 @@ import zmq
 
 from tszmq.core.startup import Startup
 from tszmq.errors import DecodeError
-from tszmq.net.addresses import is_tcp, tcp_host
+from tszmq.net.addresses import is_tcp, is_wildcard, tcp_host
 from tszmq.net.log import log
 from tszmq.net.peers import Connections, local_host
 from tszmq.net.sockets import NOWHERE, source_fd
@@ -28,7 +28,6 @@ from tszmq.wire.startup import (
 __all__ = ["Greeter"]
 
 
-_WILDCARDS = ("0.0.0.0", "::", "*")
 _MESSAGES = 1000
 _WARNINGS = 50  # the rest is only counted
 
@@ -161,7 +160,7 @@ class Greeter:
 
     def _address_for(self, index: int, address: str) -> str:
         """A wildcard cannot be dialled: name the host that this engine reached us at."""
-        if is_tcp(address) and tcp_host(address) in _WILDCARDS:
+        if is_tcp(address) and is_wildcard(tcp_host(address)):
             host = self._hosts.get(index, "127.0.0.1")
             return f"tcp://{host}:{address.rpartition(':')[2]}"
         return address
