@@ -88,6 +88,7 @@ class EngineCalls:
                 call.engine_index: _answer(call, method, timeout, deadline) for call in calls
             }
         finally:
+            session.shared.mailbox.post(mail.Answered())
             with session.shared.state as flights:
                 for call in calls:
                     flights.calls.forget(call)

@@ -10,9 +10,11 @@ import pytest
 from tests.client_fixtures import PATIENCE
 from tests.mock_engine import MockEngine, eventually, in_thread
 from tszmq import Client, SamplingParams
+from tszmq.net import lockstep
 
 WAVE = b"\x02"
 ADD = b"\x00"
+UTILITY = b"\x03"
 PARAMS = SamplingParams(max_tokens=100)
 
 
@@ -20,6 +22,8 @@ PARAMS = SamplingParams(max_tokens=100)
 def group(client_and_engines: Any) -> tuple[Client, list[MockEngine]]:
     client, engines = client_and_engines(2, protocol="vllm", engine={"data_parallel_size": 2})
     assert all(info.lockstep for info in client.engines)
+    # The last one to register has been looked after by then.
+    assert all(silent(engine, 0.1) for engine in engines)
     return client, engines
 
 
@@ -91,3 +95,90 @@ def test_a_group_without_work_is_left_to_sleep(group) -> None:
     finish(engines[0], add[0])
     assert again.result(PATIENCE).token_ids == [7]
     eventually(lambda: client.inflight(0) == 0)
+
+
+def ask(client: Client, engines: list[MockEngine], rank: int) -> tuple[Any, str, int]:
+    """A request that its rank has, for which every rank was woken: the call, its id, the wave."""
+    asked = in_thread(client.generate, [1], PARAMS, data_parallel_rank=rank)
+    kind, add = hear(engines[rank])
+    assert kind == ADD
+    waves = {hear_wave(engine) for engine in engines}
+    assert len(waves) == 1
+    return asked, add[0], waves.pop()
+
+
+def hear_more(engines: list[MockEngine], wave: int) -> int:
+    """Every rank is woken again, with a higher number."""
+    waves = {hear_wave(engine) for engine in engines}
+    assert len(waves) == 1
+    assert min(waves) > wave
+    return waves.pop()
+
+
+def test_a_rank_that_registers_late_is_woken_for_what_the_others_hold(
+    client_and_engines, monkeypatch
+) -> None:
+    """After a restart of the group: the first rank is asked before the last one is there."""
+    monkeypatch.setattr(lockstep, "_SILENCE", 3600.0)
+    client, engines = client_and_engines(2, protocol="vllm", engine={"data_parallel_size": 2})
+    for engine in engines:
+        engine.close()
+    eventually(lambda: not client.is_alive)
+    address = client.endpoints.handshake
+    first = client_and_engines.engine(address, 0, data_parallel_size=2).connect()
+    eventually(lambda: client.engines[0].alive)
+    asked, rid, wave = ask(client, [first], 0)
+    late = client_and_engines.engine(address, 1, data_parallel_size=2).connect()
+    hear_more([first, late], wave)
+    finish(first, rid)
+    assert asked.result(PATIENCE).token_ids == [7]
+
+
+def test_a_group_is_woken_when_a_call_was_answered(group, monkeypatch) -> None:
+    """Ranks that are paused ignore wake-ups; whether they are no more, they alone know."""
+    monkeypatch.setattr(lockstep, "_SILENCE", 3600.0)
+    client, engines = group
+    asked, rid, wave = ask(client, engines, 0)
+    call = in_thread(client.resume, engine_index=1)
+    kind, body = hear(engines[1])
+    assert kind == UTILITY
+    answer = [1, [], None, 1.0, [body[1], None, [None, None]], None, None, None, None, None]
+    engines[1].send_raw([msgspec.msgpack.encode(answer)])
+    call.result(PATIENCE)
+    hear_more(engines, wave)
+    finish(engines[0], rid)
+    assert asked.result(PATIENCE).token_ids == [7]
+
+
+def test_a_group_that_holds_requests_and_is_silent_is_woken_again_and_again(
+    group, monkeypatch
+) -> None:
+    """Whatever it was that it missed."""
+    monkeypatch.setattr(lockstep, "_SILENCE", 0.05)
+    client, engines = group
+    asked, rid, wave = ask(client, engines, 0)
+    for _ in range(3):
+        wave = hear_more(engines, wave)
+    finish(engines[0], rid)
+    assert asked.result(PATIENCE).token_ids == [7]
+    for engine in engines:
+        while not silent(engine, 0.2):
+            hear_wave(engine)
+    assert all(silent(engine, 0.3) for engine in engines)
+    # The next request starts it anew.
+    asked, rid, wave = ask(client, engines, 1)
+    hear_more(engines, wave)
+    finish(engines[1], rid)
+    assert asked.result(PATIENCE).token_ids == [7]
+
+
+def test_a_group_that_speaks_is_left_alone(group, monkeypatch) -> None:
+    monkeypatch.setattr(lockstep, "_SILENCE", 0.5)
+    client, engines = group
+    asked, rid, _ = ask(client, engines, 0)
+    for _ in range(10):
+        token = [0, [[rid, [7]]], None, 1.0, None, None, None, None, None, None]
+        engines[0].send_raw([msgspec.msgpack.encode(token)])
+        assert all(silent(engine, 0.05) for engine in engines)
+    finish(engines[0], rid)
+    assert asked.result(PATIENCE).token_ids == [7] * 11

@@ -184,6 +184,7 @@ class _Control:
             mail.Add: self._sender.add,
             mail.Call: self._sender.call,
             mail.Wave: self._lockstep.observe,
+            mail.Answered: lambda _: self._lockstep.look_soon(),
             mail.Abort: lambda item: self._sender.abort(item.requests),
             mail.Settle: self._settle,
             mail.Run: lambda item: item.action(),
@@ -325,6 +326,8 @@ class _Control:
         self._outputs.join(index, known)
         self._index_of[connection] = index
         self._order(Joined(index, pid))
+        if info.lockstep:
+            self._lockstep.look_soon()
         self._publish_readiness()
         log.info("tszmq: engine %d registered (version %.80r)", index, info.engine_version)
 

@@ -1,7 +1,19 @@
-"""Waking the ranks of a lockstep group (vLLM's MoE data parallel); see ``core.wave``."""
+"""Waking the ranks of a lockstep group (vLLM's MoE data parallel); see ``core.wave``.
+
+None of them steps before all are awake: one that was not woken keeps all others waiting, which
+look well meanwhile. A wake-up is ignored by a rank that is about to park, or that is paused, and
+one that has not registered yet gets none. So the group is woken
+
+* after every request;
+* again, a moment after a rank parks, registers or answers a call (``resume``, say);
+* again and again while it holds requests and says nothing: there may be reasons not known here.
+
+One too many costs a group that is awake nothing, and one that sleeps some steps without work.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from tszmq.core.wave import WaveClock
@@ -12,7 +24,8 @@ from tszmq.wire.base import WaveComplete
 
 __all__ = ["Lockstep"]
 
-_PARKED_SECONDS = 0.02  # for the last outputs of a group that parks to be read
+_MOMENT = 0.02  # seconds: for the last outputs of a group that parks to be read
+_SILENCE = 1.0  # seconds without output of any rank
 
 
 class Lockstep:
@@ -32,30 +45,53 @@ class Lockstep:
         self._at = at
         self._waves = WaveClock()
         self._looking = False
+        self._watching = False
 
     def wake_for_requests(self) -> None:
         """Wake the group for what it was sent since the last time, if anything."""
         if self._sender.has_new_work():
             self._wake()
+            self._watch()
 
     def observe(self, item: Wave) -> None:
         """A rank said where its waves are."""
         self._waves.observe(item.signal)
-        if isinstance(item.signal, WaveComplete) and not self._looking:
+        if isinstance(item.signal, WaveComplete):
+            self.look_soon()
+
+    def look_soon(self) -> None:
+        """Wake the group in a moment, if it holds requests then: it may have missed theirs."""
+        if not self._looking:
             self._looking = True
-            self._at(_PARKED_SECONDS, self._look)
+            self._at(_MOMENT, self._look)
 
     def _look(self) -> None:
-        """Wake a group that parked while it has requests.
-
-        A rank that reads our wake-up just before it parks ignores it; a peer that had parked
-        before and reads its request after that is alone then, and waits for the others for ever.
-        """
         self._looking = False
-        with self._shared.state as flights:
-            busy = any(flights.routing.inflight(index) for index in self._sender.lockstep())
-        if busy:
+        if self._silent_for() is not None:
             self._wake()
+
+    def _watch(self) -> None:
+        if not self._watching:
+            self._watching = True
+            self._at(_SILENCE, self._check)
+
+    def _check(self) -> None:
+        self._watching = False
+        silent = self._silent_for()
+        if silent is None:
+            return
+        if silent >= _SILENCE:
+            self._wake()
+        self._watch()
+
+    def _silent_for(self) -> float | None:
+        """Seconds since any rank said anything; None while none holds requests."""
+        ranks = list(self._sender.lockstep())
+        with self._shared.state as flights:
+            if not any(map(flights.routing.inflight, ranks)):
+                return None
+            last = max(flights.engines[index].last_output for index in ranks)
+        return time.monotonic() - last
 
     def _wake(self) -> None:
         frames = self._shared.protocol.encode_start_wave(self._waves.next())

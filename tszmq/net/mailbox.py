@@ -19,6 +19,7 @@ from tszmq.wire.base import StartWave, WaveComplete
 __all__ = [
     "Abort",
     "Add",
+    "Answered",
     "Call",
     "Dropped",
     "Expire",
@@ -63,6 +64,12 @@ class Run:
     """Call that: what a finalizer may not do where the collector runs it."""
 
     action: Callable[[], object]
+
+
+@attrs.frozen(eq=False)
+class Answered:
+    """Calls of engines were answered, or given up: a lockstep group may heed now what it did not
+    before."""
 
 
 @attrs.frozen(eq=False)
