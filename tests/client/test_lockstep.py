@@ -18,6 +18,12 @@ UTILITY = b"\x03"
 PARAMS = SamplingParams(max_tokens=100)
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silence alone wakes nobody, however slow the test; some want it otherwise."""
+    monkeypatch.setattr(lockstep, "_SILENCE", 3600.0)
+
+
 @pytest.fixture
 def group(client_and_engines: Any) -> tuple[Client, list[MockEngine]]:
     client, engines = client_and_engines(2, protocol="vllm", engine={"data_parallel_size": 2})
@@ -115,11 +121,8 @@ def hear_more(engines: list[MockEngine], wave: int) -> int:
     return waves.pop()
 
 
-def test_a_rank_that_registers_late_is_woken_for_what_the_others_hold(
-    client_and_engines, monkeypatch
-) -> None:
+def test_a_rank_that_registers_late_is_woken_for_what_the_others_hold(client_and_engines) -> None:
     """After a restart of the group: the first rank is asked before the last one is there."""
-    monkeypatch.setattr(lockstep, "_SILENCE", 3600.0)
     client, engines = client_and_engines(2, protocol="vllm", engine={"data_parallel_size": 2})
     for engine in engines:
         engine.close()
@@ -134,9 +137,8 @@ def test_a_rank_that_registers_late_is_woken_for_what_the_others_hold(
     assert asked.result(PATIENCE).token_ids == [7]
 
 
-def test_a_group_is_woken_when_a_call_was_answered(group, monkeypatch) -> None:
+def test_a_group_is_woken_when_a_call_was_answered(group) -> None:
     """Ranks that are paused ignore wake-ups; whether they are no more, they alone know."""
-    monkeypatch.setattr(lockstep, "_SILENCE", 3600.0)
     client, engines = group
     asked, rid, wave = ask(client, engines, 0)
     call = in_thread(client.resume, engine_index=1)
