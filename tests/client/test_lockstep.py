@@ -130,6 +130,7 @@ def test_a_rank_that_registers_late_is_woken_for_what_the_others_hold(client_and
     address = client.endpoints.handshake
     first = client_and_engines.engine(address, 0, data_parallel_size=2).connect()
     eventually(lambda: client.engines[0].alive)
+    assert silent(first, 0.1)  # it has been looked after by then
     asked, rid, wave = ask(client, [first], 0)
     late = client_and_engines.engine(address, 1, data_parallel_size=2).connect()
     hear_more([first, late], wave)
