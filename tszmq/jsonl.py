@@ -185,7 +185,10 @@ def write_all(stream: TextIO, text: str) -> None:
         stream.flush()
         descriptor = stream.fileno()
     except io.UnsupportedOperation:  # it only lives in memory
+        descriptor = -1
+    if descriptor < 0 or os.get_blocking(descriptor):
         stream.write(text)
+        stream.flush()
         return
     data = memoryview(text.encode(stream.encoding, stream.errors or "strict"))
     while data:

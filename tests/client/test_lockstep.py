@@ -7,9 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.client_fixtures import PATIENCE
-from tests.mock_engine import MockEngine, eventually, in_thread
-from tszmq import Client, SamplingParams
+from tests.mock_engine import PATIENCE, UNIT, MockEngine, eventually, in_thread
+from tszmq import Client, EngineDead, SamplingParams
 from tszmq.net import lockstep
 
 WAVE = b"\x02"
@@ -119,6 +118,69 @@ def hear_more(engines: list[MockEngine], wave: int) -> int:
     assert len(waves) == 1
     assert min(waves) > wave
     return waves.pop()
+
+
+def test_a_rank_that_parks_again_and_again_is_not_woken_for_ever(group) -> None:
+    """It lost a request: silence tells, and not how often it parks."""
+    client, engines = group
+    asked, rid, wave = ask(client, engines, 1)
+    park(engines[0], wave)
+    wave = hear_more(engines, wave)
+    for _ in range(5):
+        park(engines[0], wave)
+        assert all(silent(engine, 0.05) for engine in engines)
+    # Output, and it may have been the race again.
+    silence = client.health()[1].last_output
+    token = [1, [[rid, [7]]], None, 1.0, None, None, None, None, None, None]
+    engines[1].send_raw([msgspec.msgpack.encode(token)])
+    eventually(lambda: client.health()[1].last_output < silence)
+    park(engines[0], wave)
+    hear_more(engines, wave)
+    finish(engines[1], rid)
+    assert asked.result(PATIENCE).token_ids == [7, 7]
+
+
+def test_parking_is_no_sign_of_life(client_and_engines) -> None:
+    """A rank that parks with a request in flight is given up after its ``silence_timeout``."""
+    client, engines = client_and_engines(
+        2, protocol="vllm", engine={"data_parallel_size": 2}, silence_timeout=0.5 * UNIT
+    )
+    asked = in_thread(client.generate, [1], PARAMS, data_parallel_rank=1)
+
+    def is_over() -> bool:
+        park(engines[1], 1)
+        return asked.done()
+
+    eventually(is_over)
+    with pytest.raises(EngineDead, match="sent nothing"):
+        asked.result()
+
+
+def test_a_group_that_dies_bit_by_bit_takes_no_successor_with_it(client_and_engines) -> None:
+    """The first rank was restarted, and registered, before the last of the old ones was buried."""
+    client, engines = client_and_engines(2, protocol="vllm", engine={"data_parallel_size": 2})
+    address = client.endpoints.handshake
+    assert all(silent(engine, 0.1) for engine in engines)
+    asked, rid, _ = ask(client, engines, 1)
+    finish(engines[1], rid)
+    assert asked.result(PATIENCE).token_ids == [7]
+    assert engines[1].input is not None
+    engines[1].input.close(0)  # its output, on which it was heard, is open: more may come there
+    eventually(lambda: not client.engines[1].alive)
+    engines[0].close()
+    eventually(lambda: not client.engines[0].alive)
+    client_and_engines.engine(address, 0, data_parallel_size=2).connect()
+    eventually(lambda: client.engines[0].alive)
+    assert not is_buried(client, 1)
+    eventually(lambda: is_buried(client, 1))
+    client_and_engines.engine(address, 1, data_parallel_size=2).connect()
+    eventually(lambda: client.engines[1].alive)
+    assert client.engines[0].alive
+
+
+def is_buried(client: Client, index: int) -> bool:
+    with client._session.shared.state as flights:
+        return flights.engines[index].dropped
 
 
 def test_a_rank_that_registers_late_is_woken_for_what_the_others_hold(client_and_engines) -> None:

@@ -86,31 +86,43 @@ def test_no_warning_when_it_is_given_up_at_once(caplog):
     assert caplog.records == []
 
 
-@pytest.mark.parametrize("asleep", [1.2, 2.0, 3600.0])
+@pytest.mark.parametrize("asleep", [0.4, 1.2, 2.0, 3600.0])
 def test_our_own_sleep_is_not_their_silence(asleep):
     """The process was stopped: the outputs of that time may be there unread."""
     watched = watch(1.0)
     assert watched.overdue({0: 0.1}, 1000.2) == []
     now = 1000.2 + asleep
-    assert watched.overdue({0: asleep + 0.1}, now) == []
-    # A late look counts as two; from there on every one counts.
-    for look in (0.2, 0.4):
-        assert watched.overdue({0: asleep + look}, now + look) == []
-    [(index, seconds)] = watched.overdue({0: asleep + 0.6}, now + 0.6)
+    # A late look counts as one.
+    for look in (0.0, 0.2, 0.4, 0.6):
+        assert watched.overdue({0: asleep + 0.1 + look}, now + look) == []
+    [(index, seconds)] = watched.overdue({0: asleep + 0.9}, now + 0.8)
     assert (index, seconds) == (0, pytest.approx(1.1))
+
+
+def test_a_late_look_decides_nothing():
+    """It was nearly overdue when we slept; what it said meanwhile is read before the next look."""
+    watched = watch(1.0)
+    now = silent_for(watched, 1.0)
+    assert watched.overdue({0: 31.0}, now + 30.0) == []
+    assert watched.overdue({0: 0.2}, now + 30.2) == []
+    # It said nothing.
+    watched = watch(1.0)
+    now = silent_for(watched, 1.0)
+    assert watched.overdue({0: 31.0}, now + 30.0) == []
+    assert [index for index, _ in watched.overdue({0: 31.2}, now + 30.2)] == [0]
 
 
 def test_a_machine_that_is_always_late_gives_up_in_the_end():
     """Every look comes after twice the time."""
-    watched = watch(2.0)
-    for look in range(1, 3):
-        assert watched.overdue({0: look * 0.8}, 1000.0 + look * 0.8) == []
-    assert watched.overdue({0: 2.4}, 1002.4) == [(0, pytest.approx(2.4))]
+    watched = watch(2.0, 1.5)
+    assert watched.interval == pytest.approx(0.3)
+    for look in range(1, 8):
+        assert watched.overdue({0: look * 0.6}, 1000.0 + look * 0.6) == []
+    assert watched.overdue({0: 4.8}, 1004.8) == [(0, pytest.approx(2.4))]
 
 
 def test_what_was_silent_before_the_first_look_counts_as_one():
-    watched = SilenceWatch(2.0, None)
-    assert watched.overdue({0: 2.5}, 1000.0) == []
-    for look in range(1, 4):
-        assert watched.overdue({0: 2.5 + 0.4 * look}, 1000.0 + 0.4 * look) == []
-    assert watched.overdue({0: 4.6}, 1002.1) == [(0, pytest.approx(2.4))]
+    watched = SilenceWatch(2.0, 1.5)
+    for look in range(6):
+        assert watched.overdue({0: 2.5 + 0.3 * look}, 1000.0 + 0.3 * look) == []
+    assert watched.overdue({0: 4.3}, 1001.8) == [(0, pytest.approx(2.1))]

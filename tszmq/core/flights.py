@@ -23,7 +23,7 @@ from tszmq.core.routing import RoutingState, all_dead
 from tszmq.core.rows import Applied, Rows, only_rows
 from tszmq.errors import TszmqError
 from tszmq.types import EngineHealth, EngineInfo, EngineLoad
-from tszmq.wire.base import EngineBatch
+from tszmq.wire.base import EngineBatch, WaveComplete
 
 __all__ = ["Applied", "EngineRecord", "Flights"]
 
@@ -469,7 +469,9 @@ class Flights:
             return None
         if not all(self._wire_ids.since(wire_id, record.born) for wire_id in batch.request_ids):
             return None
-        record.last_output = now
+        # A rank of a lockstep group that parks says that it does nothing.
+        if not any(isinstance(signal, WaveComplete) for signal in batch.signals):
+            record.last_output = now
         self.routing.commit(index, batch.load)
         return index
 

@@ -21,6 +21,7 @@ What can happen, and what follows:
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -176,6 +177,7 @@ class _Control:
         self._silence = SilenceWatch(settings.silence_timeout, settings.silence_warning)
         self._index_of: dict[int, int] = {}  # input connection -> engine index
         self._timers = Timers()
+        self._newest: dict[int, int] = {}  # by dying engine: the last epoch when its death began
         self._outputs = Outputs(sockets.monitors[2])
         self._losses = Losses(
             shared, self._outputs, self._at, self._sender.abort, self._begin_death
@@ -337,13 +339,15 @@ class _Control:
 
     def _invite(self, index: int) -> None:
         """An engine is about to be told where to dial."""
-        gone = self._sockets.files.missing()
+        where = self._sockets.endpoints
+        gone = {f"ipc://{path}" for path in self._sockets.files.missing()}
+        gone &= {where.input, where.output}
         if gone:
             log.error(
                 "tszmq: %s of this client is gone, removed or replaced by somebody else (a cleaner "
                 "of temporary files?): engine %d cannot reach it; close the client and make a new "
                 "one",
-                gone[0],
+                min(gone),
                 index,
             )
         self._outputs.invite(index)
@@ -396,6 +400,7 @@ class _Control:
             if not flights.suspend(index, reason):
                 return
             epoch = flights.engines[index].epoch
+        self._newest[index] = max(link.epoch for link in self._sender.links.values())
         self._at(grace, partial(self._order, Retire(index, epoch, reason, last_call=not grace)))
         if grace:
             self._at(_LONG_GRACE, partial(self._order, Retire(index, epoch, reason)))
@@ -416,10 +421,13 @@ class _Control:
         self._publish_readiness()
 
     def _lose_group(self, dead: int, reason: str) -> None:
-        """No rank of a lockstep group can step without the others."""
+        """No rank of a lockstep group can step without the others. What has registered since its
+        death began is of another group."""
+        newest = self._newest.pop(dead, math.inf)  # not there: it died just now
+        text = f"engine {dead} of its lockstep group died ({reason})"
         for index in self._sender.lockstep():
-            text = f"engine {dead} of its lockstep group died ({reason})"
-            self._begin_death(index, text, grace=0.0)
+            if self._sender.links[index].epoch <= newest:
+                self._begin_death(index, text, grace=0.0)
 
     def _suspect(self, item: mail.Suspect) -> None:
         with self._shared.state as flights:

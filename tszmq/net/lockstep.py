@@ -13,6 +13,7 @@ One too many costs a group that is awake nothing, and one that sleeps some steps
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -46,6 +47,7 @@ class Lockstep:
         self._waves = WaveClock()
         self._looking = False
         self._watching = False
+        self._woken_again = -math.inf
 
     def wake_for_requests(self) -> None:
         """Wake the group for what it was sent since the last time, if anything."""
@@ -67,8 +69,14 @@ class Lockstep:
 
     def _look(self) -> None:
         self._looking = False
-        if self._silent_for() is not None:
-            self._wake()
+        silent = self._silent_for()
+        if silent is None:
+            return
+        # At once after output; after that as often as silence does: an engine may have lost a
+        # request, and would be woken and park for ever.
+        since = time.monotonic() - self._woken_again
+        if since >= min(silent, _SILENCE):
+            self._wake_again()
 
     def _watch(self) -> None:
         if not self._watching:
@@ -81,7 +89,7 @@ class Lockstep:
         if silent is None:
             return
         if silent >= _SILENCE:
-            self._wake()
+            self._wake_again()
         self._watch()
 
     def _silent_for(self) -> float | None:
@@ -92,6 +100,10 @@ class Lockstep:
                 return None
             last = max(flights.engines[index].last_output for index in ranks)
         return time.monotonic() - last
+
+    def _wake_again(self) -> None:
+        self._woken_again = time.monotonic()
+        self._wake()
 
     def _wake(self) -> None:
         frames = self._shared.protocol.encode_start_wave(self._waves.next())

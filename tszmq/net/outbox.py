@@ -107,6 +107,7 @@ class Outbox:
                 return f"nothing can be sent to it: {error}"
             blocked.messages.popleft()
             blocked.stalled = 0.0
+            blocked.warned = False
         return None
 
     def forget(self, index: int) -> None:

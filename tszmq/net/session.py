@@ -222,7 +222,7 @@ def _require_real_threads() -> None:
         if patching is not None and getattr(patching, test)(what):
             raise ConnectError(
                 f"the threads of this process are greenlets ({name}), and a client needs real "
-                "ones: patch everything but threads, or use it in a process of its own"
+                "ones: use it in a process of its own"
             )
 
 
@@ -275,6 +275,7 @@ def _threads(
 def _let_go_in_child() -> None:
     # Of a closed one they may be somebody else's by now.
     open_ones = [where for shared, where in list(_open.items()) if not shared.ended.is_set()]
+    _open.clear()  # the parent's: here others may have their addresses from now on
     close_copies(address for where in open_ones for address in attrs.astuple(where))
 
 
@@ -284,7 +285,7 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 @atexit.register
 def _close_all() -> None:
     """The interpreter ends: tell the engines to stop, and do not wait long for anything."""
-    everyone = [shared for shared in list(_open) if shared.pid == os.getpid()]
+    everyone = list(_open)
     for shared in everyone:
         shared.abandon(client_closed)
         shared.mailbox.post(mail.Stop(quiet=True))

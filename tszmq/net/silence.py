@@ -27,6 +27,7 @@ class SilenceWatch:
         self.interval: float | None = min(5.0, max(0.02, min(limits) / 5)) if limits else None
         """How often to look, or None when nothing is watched."""
         self._last: float | None = None
+        self._late = False
         self._silent: dict[int, float] = {}  # seconds in which somebody looked, by engine
 
     def overdue(self, quiet: dict[int, float], now: float) -> list[tuple[int, float]]:
@@ -37,10 +38,13 @@ class SilenceWatch:
             now: Monotonic seconds.
         """
         assert self.interval is not None
-        # A look that comes late counts as one: this process slept meanwhile (a suspended laptop,
-        # SIGSTOP, a thread that kept the interpreter), and outputs may be there unread.
-        step = self.interval if self._last is None else min(now - self._last, 2 * self.interval)
+        # A look that comes late counts as one, and decides nothing: this process slept meanwhile
+        # (a suspended laptop, SIGSTOP, a thread that kept the interpreter), and outputs may be
+        # there unread. Where all of them are late, every other one decides.
+        step = self.interval if self._last is None else now - self._last
         self._last = now
+        self._late = step > 1.5 * self.interval and not self._late
+        step = min(step, self.interval)
         self._silent = {
             index: min(seconds, self._silent.get(index, 0.0) + step)
             for index, seconds in quiet.items()
@@ -49,7 +53,8 @@ class SilenceWatch:
         dead = []
         for index, silent in self._silent.items():
             if self._timeout is not None and silent > self._timeout:
-                dead.append((index, silent))
+                if not self._late:
+                    dead.append((index, silent))
             elif self._warning is None or silent <= self._warning:
                 self._warned.discard(index)
             elif index not in self._warned:

@@ -20,6 +20,7 @@ __all__ = ["ModelFacts", "end_token_ids", "read_model"]
 
 _CONFIG = "config.json"
 _GENERATION = "generation_config.json"
+_DIGITS = 10  # of an id
 
 
 @attrs.frozen
@@ -82,7 +83,7 @@ def read_model(directory: str | os.PathLike[str], *, ends_needed: bool = True) -
     generation = _read_json(path, _GENERATION)
     configured = _ids_in(_value(config, "eos_token_id"), path, _CONFIG)
     generated = _ids_in((generation or {}).get("eos_token_id"), path, _GENERATION)
-    main = _tokenizer_end(path)
+    main = _tokenizer_end(path) if ends_needed else None
     if main is None:
         ids = (*configured, *generated)
     else:
@@ -97,7 +98,7 @@ def read_model(directory: str | os.PathLike[str], *, ends_needed: bool = True) -
 
 def _tokenizer_end(directory: str) -> int | None:
     """The id of the tokenizer's end token; None where its JSON files do not tell."""
-    tokenizer = _read_json(directory, "tokenizer_config.json") or {}
+    tokenizer = _tokenizer_file(directory, "tokenizer_config.json")
     token = tokenizer.get("eos_token")
     if isinstance(token, Mapping):
         token = token.get("content")
@@ -109,13 +110,21 @@ def _tokenizer_end(directory: str) -> int | None:
     return None
 
 
+def _tokenizer_file(directory: str, name: str) -> dict[str, Any]:
+    """The object in it; empty where there is none that can be read: nobody has to have one."""
+    try:
+        return _read_json(directory, name) or {}
+    except InvalidRequest:
+        return {}
+
+
 def _ids_of(token: str, added: object, directory: str) -> Iterator[object]:
     """What the files of a tokenizer call a token, the small ones first."""
     if isinstance(added, Mapping):
         for key, entry in added.items():
-            if isinstance(entry, Mapping) and entry.get("content") == token and key.isdecimal():
-                yield int(key)
-    whole = _read_json(directory, "tokenizer.json") or {}
+            if isinstance(entry, Mapping) and entry.get("content") == token:
+                yield int(key) if key.isdecimal() and len(key) <= _DIGITS else None
+    whole = _tokenizer_file(directory, "tokenizer.json")
     entries = whole.get("added_tokens")
     for entry in entries if isinstance(entries, list) else ():
         if isinstance(entry, Mapping) and entry.get("content") == token:
