@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import attrs
 import pytest
 
+from tszmq import jsonl
 from tszmq.jsonl import InOrder, LineError, LineSource, RequestLine, error_line, result_line
 from tszmq.types import Completion, SamplingParams
 
@@ -137,6 +138,25 @@ def pipe() -> Iterator[tuple[LineSource, int]]:
     reader, writer = os.pipe()
     yield LineSource(reader), writer
     os.close(reader)
+
+
+def test_waiting_for_ages_is_waiting(pipe) -> None:
+    """Longer than poll() can be told."""
+    source, writer = pipe
+    os.write(writer, b"line\n")
+    assert source.next_line(1e15) == b"line"
+
+
+def test_another_reader_may_be_quicker(pipe, monkeypatch) -> None:
+    """The descriptor is shared and does not block: what was there a moment ago may be gone."""
+    source, writer = pipe
+    os.set_blocking(source._descriptor, False)
+    answers = iter([True, True, False])
+    monkeypatch.setattr(jsonl, "_wait_for", lambda *_: next(answers))
+    assert source.next_line(1.0) is None
+    monkeypatch.undo()
+    os.write(writer, b"line\n")
+    assert source.next_line(1.0) == b"line"
 
 
 def rest_of(source: LineSource) -> list[bytes]:

@@ -728,6 +728,21 @@ def inodes():
             pass
     return found
 
+def named(names):
+    # How many sockets of this process have one of these local addresses.
+    found = 0
+    for entry in os.listdir("/dev/fd"):
+        try:
+            borrowed = socket.socket(fileno=os.dup(int(entry)))
+        except OSError:
+            continue
+        with borrowed:
+            name = borrowed.getsockname()
+            is_stream = borrowed.type == socket.SOCK_STREAM
+        port = name[1] if isinstance(name, tuple) and len(name) > 1 else None
+        found += is_stream and (name in names or port in names)
+    return found
+
 others = [socket.create_server(("127.0.0.1", 0)), *socket.socketpair()]
 others.append(socket.create_connection(others[0].getsockname()))
 closed = Client.bind("tcp://127.0.0.1:*")
@@ -743,14 +758,37 @@ engines.start(sys.argv[2])
 client = bound.connect(20)
 client.generate([1])
 addresses = client.endpoints
-go, told = os.pipe()
+texts = [addresses.handshake, addresses.input, addresses.output]
+names = [
+    text.removeprefix("ipc://") if text.startswith("ipc") else int(text.rpartition(":")[2])
+    for text in texts
+]
+# On the same port, and none of ours: datagrams, and an address of the other family.
+if isinstance(names[0], int):
+    others.append(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+    others[-1].bind(("127.0.0.1", names[0]))
+    if "[" not in texts[0]:
+        others.append(socket.socket(socket.AF_INET6))
+        others[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        others[-1].bind(("::1", names[0]))
+        others[-1].listen()
+        names = [name for name in names if name != names[0]]  # it is counted elsewhere
+mine |= {os.fstat(each.fileno()).st_ino for each in others}
+before = named(names)
+socket.setdefaulttimeout(5)
+(go, told), (ready, say) = os.pipe(), os.pipe()
 child = os.fork()
 if child == 0:
     signal.alarm(20)
     os.close(told)
+    socket.setdefaulttimeout(None)
     print("others", mine <= inodes(), flush=True)
+    print("copies", before > 0, named(names), flush=True)
+    os.write(say, b"x")
     os.read(go, 1)
     os._exit(0)
+os.read(ready, 1)
+print("blocking", others[0].getblocking(), os.get_blocking(others[0].fileno()))
 client.close()
 again = Client.bind(addresses, allow_remote=True)
 print("bound again", again.endpoints == addresses)
@@ -777,6 +815,8 @@ def test_a_child_that_lives_on_keeps_no_address(run_script, short_dir, where):
     assert result.output.splitlines() == [
         address,
         "others True",
+        "copies True 0",
+        "blocking True True",
         "bound again True",
         "status 0",
         "leaving",

@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -56,10 +57,14 @@ def test_a_failed_start_up_of_a_running_client_hurts_nobody(client_and_engines):
     answer_one(client, engine)
 
 
-def test_data_sockets_that_somebody_removed(client_and_engines, short_dir, caplog):
+@pytest.mark.parametrize("replaced", [False, True], ids=["removed", "replaced"])
+def test_data_sockets_that_somebody_removed(client_and_engines, short_dir, caplog, replaced):
     """Engines that are connected go on; one that comes later cannot, and somebody has to know."""
     client, [engine] = client_and_engines(endpoints=f"ipc://{short_dir}/h")
-    os.unlink(client.endpoints.input.removeprefix("ipc://"))
+    path = client.endpoints.input.removeprefix("ipc://")
+    os.unlink(path)
+    if replaced:
+        Path(path).touch()
     answer_one(client, engine)
     assert not caplog.records
     engine.close()
@@ -69,7 +74,23 @@ def test_data_sockets_that_somebody_removed(client_and_engines, short_dir, caplo
         successor.wait_init()
     texts = [record.getMessage() for record in caplog.records]
     [text] = [text for text in texts if "engine 0 cannot reach it" in text]
-    assert client.endpoints.input.removeprefix("ipc://") in text
+    assert path in text
+    if replaced:
+        os.unlink(path)
+
+
+def test_a_handshake_file_that_is_gone_is_in_nobodys_way(client_and_engines, short_dir, caplog):
+    """Whoever said HELLO has found it, and needs it no more."""
+    path = short_dir / "h"
+    client, [engine] = client_and_engines(endpoints=f"ipc://{path}")
+    successor = client_and_engines.engine(f"ipc://{path}", 0).hello()  # waits for its place
+    eventually(lambda: "taken: 0" in client._session.shared.readiness.text)
+    os.unlink(path)
+    with caplog.at_level(logging.ERROR, "tszmq"):
+        engine.close()
+        successor.finish_connect()
+        eventually(lambda: client.engines[0].alive)
+    assert not [each for each in caplog.records if "cannot reach it" in each.getMessage()]
 
 
 @pytest.mark.parametrize(

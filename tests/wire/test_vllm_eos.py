@@ -88,6 +88,15 @@ UNIGRAM = {"model": {"type": "Unigram", "vocab": [["<unk>", 0], ["</s>", -1.5], 
         # Files of another make.
         (None, {"eos_token": ["yes"]}, BPE, (2,)),
         (None, {"eos_token": "yes", "added_tokens_decoder": ["yes"]}, None, (2,)),
+        (
+            None,
+            {"eos_token": "yes", "added_tokens_decoder": {"7" * 5000: {"content": "yes"}}},
+            None,
+            (2,),
+        ),
+        (None, {"eos_token": "yes"}, "version https://git-lfs.github.com/spec/v1", (2,)),
+        (None, "version https://git-lfs.github.com/spec/v1", BPE, (2,)),
+        (None, ["yes"], BPE, (2,)),
         (None, {"eos_token": "yes", "added_tokens_decoder": {"x": {"content": "yes"}}}, None, (2,)),
         (None, {"eos_token": "yes"}, {"added_tokens": {"yes": 5}, "model": "yes"}, (2,)),
         (None, {"eos_token": "yes"}, {"added_tokens": ["yes"], "model": {"vocab": 5}}, (2,)),
@@ -104,7 +113,8 @@ def test_the_end_of_the_tokenizer(
     directory = model({"eos_token_id": 2}, generation)
     for name, content in (("tokenizer_config.json", tokenizer), ("tokenizer.json", whole)):
         if content is not None:
-            (directory / name).write_text(json.dumps(content), encoding="utf-8")
+            text = content if isinstance(content, str) else json.dumps(content)
+            (directory / name).write_text(text, encoding="utf-8")
     assert read_model(directory).eos_token_ids == ends
 
 

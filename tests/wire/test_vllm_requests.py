@@ -337,6 +337,12 @@ def test_the_grammar_backend_can_be_named() -> None:
     assert sampling(params)["structured_outputs"]["_backend"] == "guidance"
 
 
+def test_a_schema_is_looked_for_where_there_is_one() -> None:
+    text = json.dumps({"type": "integer", "multipleOf": 7})
+    seen = sampling(SamplingParams(structural_tag=text))["structured_outputs"]
+    assert seen["_backend"] == "xgrammar"
+
+
 WORDS = {"type": "string"}
 
 
@@ -347,6 +353,8 @@ WORDS = {"type": "string"}
         {"type": ["number", "null"], "multipleOf": 0.5},
         {"type": "array", "uniqueItems": True},
         {"type": "array", "contains": {"const": 9}},
+        {"type": "array", "minContains": 1},
+        {"type": "array", "maxContains": 1},
         {**WORDS, "format": "iban"},
         {**WORDS, "format": ["email"]},
         {**WORDS, "format": "email", "minLength": 40},
