@@ -400,6 +400,27 @@ def test_a_terminal_that_hangs_up_costs_no_result(fake, generate, monkeypatch) -
     assert (code, len(results)) == (0, 100)
 
 
+@pytest.mark.parametrize("how", ["input by name", "output by name", "neither"])
+def test_the_input_is_never_the_output(fake, monkeypatch, capfd, tmp_path: Path, how: str) -> None:
+    """Also where the shell opened one of them, or both."""
+    path = tmp_path / "both.jsonl"
+    text = request(0) + "\n"
+    path.write_text(text)
+    arguments = ["generate", "--embedded", "1"]
+    with open(path, "rb") as stdin, open(path, "a") as stdout:
+        if how == "input by name":
+            arguments.append(str(path))
+        else:
+            monkeypatch.setattr(sys, "stdin", stdin)
+        if how == "output by name":
+            arguments += ["-o", str(path)]
+        else:
+            monkeypatch.setattr(sys, "stdout", stdout)
+        assert tszmq.cli.main(arguments) == 2
+    assert "is the input: name another output file" in capfd.readouterr().err
+    assert path.read_text() == text
+
+
 def test_results_of_before_stay_until_there_are_engines(
     fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import itertools
 import json
 import logging
@@ -191,8 +192,12 @@ def _told_who_is_missing() -> Iterator[None]:
 
 def _generate(args: argparse.Namespace) -> int:
     with ExitStack() as files:
-        lines = LineSource(_open_input(args.input, files))
+        source = _open_input(args.input, files)
         output = _open_output(args, files)
+        if _is_input(output, source):
+            name = "standard output" if args.output == "-" else args.output
+            raise UsageError(f"{name} is the input: name another output file")
+        lines = LineSource(source)
         with _connect(args) as client:
             if args.output != "-":
                 _empty(output)  # not before: what is there may be dear, and no engine come
@@ -229,8 +234,6 @@ def _open_output(args: argparse.Namespace, files: ExitStack) -> TextIO:
     if args.output == "-":
         return _standard_output("name an output file with -o")
     try:
-        if _same_file(args.input, args.output):
-            raise UsageError(f"{args.output} is the input: name another output file")
         return files.enter_context(open(args.output, "w", encoding="ascii", opener=_open_whole))
     except OSError as error:
         raise UsageError(f"cannot write {args.output}: {error.strerror}") from None
@@ -255,8 +258,14 @@ def _standard_output(instead: str = "redirect it to a file") -> TextIO:
     return sys.stdout
 
 
-def _same_file(first: str, second: str) -> bool:
-    return os.path.exists(first) and os.path.exists(second) and os.path.samefile(first, second)
+def _is_input(output: TextIO, source: int) -> bool:
+    """Whether both are one file, by whatever names: what is written would be read, or read no
+    more."""
+    try:
+        written, read = os.fstat(output.fileno()), os.fstat(source)
+    except io.UnsupportedOperation:  # it only lives in memory
+        return False
+    return stat.S_ISREG(read.st_mode) and os.path.samestat(written, read)
 
 
 class Progress:

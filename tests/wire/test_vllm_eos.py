@@ -97,6 +97,8 @@ UNIGRAM = {"model": {"type": "Unigram", "vocab": [["<unk>", 0], ["</s>", -1.5], 
         (None, {"eos_token": "yes"}, "version https://git-lfs.github.com/spec/v1", (2,)),
         (None, "version https://git-lfs.github.com/spec/v1", BPE, (2,)),
         (None, ["yes"], BPE, (2,)),
+        # A token that the model cannot generate.
+        (None, {"eos_token": "yes"}, {"model": {"vocab": {"yes": 1000}}}, (2,)),
         (None, {"eos_token": "yes", "added_tokens_decoder": {"x": {"content": "yes"}}}, None, (2,)),
         (None, {"eos_token": "yes"}, {"added_tokens": {"yes": 5}, "model": "yes"}, (2,)),
         (None, {"eos_token": "yes"}, {"added_tokens": ["yes"], "model": {"vocab": 5}}, (2,)),
@@ -110,7 +112,7 @@ def test_the_end_of_the_tokenizer(
     model: Any, generation: Any, tokenizer: Any, whole: Any, ends: tuple[int, ...]
 ) -> None:
     """As vLLM's own frontend stops."""
-    directory = model({"eos_token_id": 2}, generation)
+    directory = model({"eos_token_id": 2, "vocab_size": 1000}, generation)
     for name, content in (("tokenizer_config.json", tokenizer), ("tokenizer.json", whole)):
         if content is not None:
             text = content if isinstance(content, str) else json.dumps(content)

@@ -400,7 +400,8 @@ class _Control:
             if not flights.suspend(index, reason):
                 return
             epoch = flights.engines[index].epoch
-        self._newest[index] = max(link.epoch for link in self._sender.links.values())
+        epochs = [link.epoch for link in self._sender.links.values()]
+        self._newest[index] = max(epochs, default=epoch)
         self._at(grace, partial(self._order, Retire(index, epoch, reason, last_call=not grace)))
         if grace:
             self._at(_LONG_GRACE, partial(self._order, Retire(index, epoch, reason)))
@@ -414,16 +415,17 @@ class _Control:
         self._sender.drop(item.engine_index)
         self._outputs.forget(item.engine_index)
         self._index_of.pop(link.connection, None)
+        # Not there: the receiver found it dead just now.
+        newest = self._newest.pop(item.engine_index, math.inf)
         if link.lockstep:
-            self._lose_group(item.engine_index, item.reason)
+            self._lose_group(item.engine_index, item.reason, newest)
         for index in self._startup.died(item.engine_index):
             self._greeter.send_init(index)
         self._publish_readiness()
 
-    def _lose_group(self, dead: int, reason: str) -> None:
+    def _lose_group(self, dead: int, reason: str, newest: float) -> None:
         """No rank of a lockstep group can step without the others. What has registered since its
         death began is of another group."""
-        newest = self._newest.pop(dead, math.inf)  # not there: it died just now
         text = f"engine {dead} of its lockstep group died ({reason})"
         for index in self._sender.lockstep():
             if self._sender.links[index].epoch <= newest:

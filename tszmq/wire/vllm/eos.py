@@ -83,8 +83,10 @@ def read_model(directory: str | os.PathLike[str], *, ends_needed: bool = True) -
     generation = _read_json(path, _GENERATION)
     configured = _ids_in(_value(config, "eos_token_id"), path, _CONFIG)
     generated = _ids_in((generation or {}).get("eos_token_id"), path, _GENERATION)
+    vocab_size = _vocab_size(config, path)
     main = _tokenizer_end(path) if ends_needed else None
-    if main is None:
+    # Tokenizers may have tokens that the model cannot generate.
+    if main is None or (vocab_size is not None and main >= vocab_size):
         ids = (*configured, *generated)
     else:
         ids = (main, *(configured if generation is None else generated))
@@ -93,7 +95,7 @@ def read_model(directory: str | os.PathLike[str], *, ends_needed: bool = True) -
             f"neither {_CONFIG} nor {_GENERATION} in {path!r:.200} has an eos_token_id: give "
             "eos_token_id=... (or eos_token_id=[] if there is none)"
         )
-    return ModelFacts(tuple(dict.fromkeys(ids)), _vocab_size(config, path))
+    return ModelFacts(tuple(dict.fromkeys(ids)), vocab_size)
 
 
 def _tokenizer_end(directory: str) -> int | None:

@@ -33,6 +33,7 @@ __all__ = ["VllmDecoder"]
 _SHORTEST = 2
 _ELEMENTS = 8  # through start_wave
 _COUNT_LIMIT = 2**32
+_WAVE_LIMIT = 2**62  # the client counts on from it, and what it sends has 64 bits
 _RAW_VIEW = 3  # the extension type of an array's bytes
 
 # Places in an output.
@@ -191,6 +192,6 @@ def _read_signals(
 
 
 def _wave(value: object, name: str) -> int:
-    if type(value) is not int or value < 0:
-        raise DecodeError(f"{name} must be an int of at least 0, got {described(value)}")
+    if type(value) is not int or not 0 <= value < _WAVE_LIMIT:
+        raise DecodeError(f"{name} must be an int in [0, 2**62), got {described(value)}")
     return value
