@@ -88,10 +88,10 @@ class EngineCalls:
                 call.engine_index: _answer(call, method, timeout, deadline) for call in calls
             }
         finally:
-            session.shared.mailbox.post(mail.Answered())
             with session.shared.state as flights:
                 for call in calls:
                     flights.calls.forget(call)
+            session.shared.mailbox.post(mail.Answered())
         return answers if engine_index is None else answers[engine_index]
 
     def _register_calls(self, engine_index: int | None) -> list[Call]:

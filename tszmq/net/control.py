@@ -343,12 +343,10 @@ class _Control:
         gone = {f"ipc://{path}" for path in self._sockets.files.missing()}
         gone &= {where.input, where.output}
         if gone:
-            log.error(
-                "tszmq: %s of this client is gone, removed or replaced by somebody else (a cleaner "
-                "of temporary files?): engine %d cannot reach it; close the client and make a new "
-                "one",
-                min(gone),
-                index,
+            self._greeter.warn(
+                f"{min(gone)} of this client is gone, removed or replaced by somebody else (a "
+                f"cleaner of temporary files?): engine {index} cannot reach it; close the client "
+                "and make a new one"
             )
         self._outputs.invite(index)
         self._allow_takeovers()

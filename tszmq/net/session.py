@@ -285,7 +285,8 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 @atexit.register
 def _close_all() -> None:
     """The interpreter ends: tell the engines to stop, and do not wait long for anything."""
-    everyone = list(_open)
+    # A fork that the interpreter did not see has left them listed.
+    everyone = [shared for shared in list(_open) if shared.pid == os.getpid()]
     for shared in everyone:
         shared.abandon(client_closed)
         shared.mailbox.post(mail.Stop(quiet=True))
