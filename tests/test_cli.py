@@ -622,6 +622,7 @@ def test_help_of_generate_tells_every_field_of_a_line(capsys) -> None:
         logprobs=[0.0],
         top_logprobs=[{1: 0.0}],
         prompt_logprobs=[None],
+        weight_versions=[("a", 0, 1)],
     )
     fields = json.loads(jsonl.result_line(detailed, "a"))
     assert set(re.findall(r"\w+_\w+|logprobs", result)) == set(fields)

@@ -106,12 +106,14 @@ def test_result_line_is_json_also_with_numbers_that_json_lacks() -> None:
         top_logprobs=[{1: math.nan}, {2: -1.0}],
         prompt_logprobs=[None, {3: math.inf}],
         stop_reason=7,
+        weight_versions=[("a", 0, 2)],
     )
     fields = json.loads(result_line(completion, None), parse_constant=pytest.fail)
     assert fields["logprobs"] == [-0.5, None]
     assert fields["top_logprobs"] == [{"1": None}, {"2": -1.0}]
     assert fields["prompt_logprobs"] == [None, {"3": None}]
     assert fields["stop_reason"] == 7
+    assert fields["weight_versions"] == [["a", 0, 2]]
 
 
 def test_lines_hold_no_line_end_and_only_ascii() -> None:

@@ -70,7 +70,8 @@ a line of the input:
 
 a line of the output:
   request_id, token_ids, finish_reason, engine_index, prompt_tokens, completion_tokens,
-  cached_tokens; where asked for, or told: logprobs, top_logprobs, prompt_logprobs, stop_reason
+  cached_tokens; where asked for, or told: logprobs, top_logprobs, prompt_logprobs, stop_reason,
+  weight_versions (a version of the weights, its first token's index, that behind its last one's)
 
 a line in the place of a result that failed:
   error              what went wrong, with the number of a line that is no request

@@ -127,7 +127,7 @@ def result_line(completion: Completion, request_id: str | None) -> str:
         "completion_tokens": completion.completion_tokens,
         "cached_tokens": completion.cached_tokens,
     }
-    for name in ("stop_reason", "logprobs", "top_logprobs", "prompt_logprobs"):
+    for name in ("stop_reason", "logprobs", "top_logprobs", "prompt_logprobs", "weight_versions"):
         value = getattr(completion, name)
         if value is not None:
             fields[name] = _finite(value)

@@ -160,6 +160,8 @@ class TokenChunk:
         completion_tokens: Tokens generated so far, these included.
         cached_tokens: Prompt tokens that the engine found in its prefix cache.
         top_logprobs: One mapping from token id to log-probability a token, or None (vLLM).
+        stop_reason: With the finish reason: the stop token id, or the engine's word for it, where
+            its wire says (vLLM).
     """
 
     request_id: str | None
@@ -170,6 +172,7 @@ class TokenChunk:
     completion_tokens: int
     cached_tokens: int
     top_logprobs: list[dict[int, float]] | None = None
+    stop_reason: int | str | None = None
 
 
 @attrs.frozen
@@ -191,6 +194,12 @@ class Completion:
         stop_reason: The stop token id, or the engine's word for it, where its wire says (vLLM).
         top_logprobs: One mapping from token id to log-probability a token, or None (vLLM).
         prompt_logprobs: None for the prompt's first token, then one such mapping each (vLLM).
+        weight_versions: Which version of the weights made which tokens, where the engine says
+            (vLLM; see its ``set_weight_version``): the version, the first token's index, and the
+            index behind the last one's, for each version in order; or None.
+        kv_transfer_params: Where another engine finds this request's KV cache, to be passed to it
+            with ``extra={"extra_args": {"kv_transfer_params": ...}}``; or None (vLLM with a KV
+            connector).
     """
 
     request_id: str | None
@@ -207,6 +216,8 @@ class Completion:
     stop_reason: int | str | None = None
     top_logprobs: list[dict[int, float]] | None = None
     prompt_logprobs: list[dict[int, float] | None] | None = None
+    weight_versions: list[tuple[str, int, int]] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 @attrs.frozen

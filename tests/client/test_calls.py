@@ -53,6 +53,20 @@ def test_paused_engines_refuse_in_a_way_of_their_own(client):
     assert [client.inflight(0), client.inflight(1)] == [0, 0]
 
 
+def test_results_tell_which_weights_made_which_tokens():
+    """Where they change under a running request."""
+    params = SamplingParams(max_tokens=400)
+    with Client.embedded(1, protocol="vllm", step_ms=2) as own, own.stream([1], params) as stream:
+        next(stream)
+        own.utility("set_weight_version", "step-8")
+        done = stream.result()
+        again = own.generate([1])
+    before, after = done.weight_versions
+    assert before[:2] == ("default", 0)
+    assert after == ("step-8", before[2], 400)
+    assert again.weight_versions == [("step-8", 0, 16)]
+
+
 def test_a_failed_call_is_an_exception(client):
     """With the engine's words; the engine lives on."""
     with pytest.raises(tszmq.RequestRejected, match="no_such_method"):

@@ -712,6 +712,53 @@ def test_top_logprobs_do_not_slip_where_a_step_has_none(missing):
     assert other.top_logprobs is None
 
 
+def test_versions_of_the_weights_are_told_with_their_tokens():
+    """A version that made none of a request's tokens is none of it; nor is one that came back."""
+    place = Place()
+    first, second, late = place.admit(), place.admit(), place.admit()
+    place.apply((first, [1, 2]), (second, []), weight_version="a")
+    place.apply((first, [3]), (second, []), weight_version="b")
+    place.apply((first, []), (second, [1]), weight_version="c")
+    place.apply((first, []), (second, [2]), weight_version="b")
+    place.apply((second, [3]), (late, [1]), (first, [4, 5]), weight_version="b")
+    place.apply((second, [], "stop"), (late, [2]), (first, [6], "stop"), weight_version="d")
+    place.apply((late, [3], "stop"), weight_version="d")
+    assert first.result().weight_versions == [("a", 0, 2), ("b", 2, 5), ("d", 5, 6)]
+    assert second.result().weight_versions == [("c", 0, 1), ("b", 1, 3)]
+    assert late.result().weight_versions == [("b", 0, 1), ("d", 1, 3)]
+
+
+def test_no_versions_where_the_wire_has_none():
+    place = Place()
+    request, aborted = place.admit(), place.admit()
+    place.apply((request, [1], "stop"))
+    place.apply((aborted, []), weight_version="a")
+    place.flights.withdraw(aborted, ABORTED, 3.0)
+    assert request.result().weight_versions is None
+    assert aborted.result().weight_versions == []
+
+
+def test_transfer_params_reach_the_result():
+    """Also where another detail follows them; each result has its own."""
+    place = Place()
+    request = place.admit()
+    params = {"do_remote_prefill": True}
+    place.apply((request, [1]), details={0: RowDetail(kv_transfer_params=params)})
+    place.apply((request, [], "stop"), details={0: RowDetail(stop_reason=5)})
+    result = request.result()
+    assert (result.kv_transfer_params, result.stop_reason) == (params, 5)
+    assert result.kv_transfer_params is not request.result().kv_transfer_params
+
+
+def test_the_last_chunk_tells_the_stop_reason():
+    place = Place()
+    request = place.admit(streaming=True)
+    place.apply((request, [1]), details={0: RowDetail(stop_reason=5)})
+    place.apply((request, [5], "stop"), details={0: RowDetail(stop_reason=5)})
+    assert request.chunk(0, None).stop_reason is None
+    assert request.chunk(1, "stop").stop_reason == 5
+
+
 def test_what_a_result_holds_is_the_callers_own():
     place = Place()
     request = place.admit(logprobs=True, top_limit=1)

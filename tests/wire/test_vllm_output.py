@@ -17,7 +17,7 @@ from tszmq.wire.base import EngineBatch, RowDetail, StartWave, UtilityResult, Wa
 from tszmq.wire.vllm import Vllm
 
 REASONS = ("stop", "length", "abort", "error", "repetition")
-NO_DETAIL = (None, None, None, None, None, None, False)
+NO_DETAIL = (None, None, None, None, None, None, None, False)
 
 
 def decode(message: list[Any], *aux: bytes) -> EngineBatch:
@@ -28,7 +28,7 @@ def decode(message: list[Any], *aux: bytes) -> EngineBatch:
 def detail(value: RowDetail) -> tuple[Any, ...]:
     return (
         value.stop_reason, value.top_logprobs, value.prompt_logprobs, value.cached_tokens,
-        value.error_code, value.error_message, value.retryable,
+        value.kv_transfer_params, value.error_code, value.error_message, value.retryable,
     )  # fmt: skip
 
 
@@ -50,6 +50,7 @@ def expected_detail(row: dict[str, Any]) -> tuple[Any, ...]:
         rankings(sampled) if wide and sampled["logprobs"]["shape"][1] > 1 else None,
         None if prompt is None else [None, *map(dict, rankings(prompt))],
         cached or None,
+        row["kv_transfer_params"],
         error["code"],
         error["message"],
         error["retryable"],
@@ -102,6 +103,7 @@ def test_captured_steps_are_read(vector: dict[str, Any]) -> None:
         at: value for at, value in details.items() if value != NO_DETAIL
     }
     assert (batch.completion_tokens, batch.cached_tokens) == (None, None)
+    assert batch.weight_version == fields["weight_version"]
     assert list(batch.signals) == [
         kind(fields[name])
         for name, kind in (("wave_complete", WaveComplete), ("start_wave", StartWave))
@@ -208,6 +210,15 @@ def test_an_empty_message_is_not_read() -> None:
             decode(short)
 
 
+def test_transfer_params_are_of_their_row() -> None:
+    """Whatever the connector says."""
+    given = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_port": None}
+    batch = decode(message(row("a"), row("b", kv_transfer_params=given), weight_version=None))
+    assert batch.details is not None
+    assert {at: value.kv_transfer_params for at, value in batch.details.items()} == {1: given}
+    assert batch.weight_version is None
+
+
 @pytest.mark.parametrize("code", [5, 99, -1, 2**40])
 def test_unknown_ends_are_ends(code: int) -> None:
     batch = decode(message(row(finish_reason=code)))
@@ -217,7 +228,9 @@ def test_unknown_ends_are_ends(code: int) -> None:
 def test_pickles_are_not_read_and_do_no_harm() -> None:
     """Of an engine with VLLM_ALLOW_INSECURE_SERIALIZATION=1."""
     pickled = ormsgpack.Ext(1, b"cos\nsystem\n")
-    assert decode(message(row(kv_transfer_params={"a": pickled}))).request_ids == ["r0"]
+    batch = decode(message(row(kv_transfer_params={"a": [pickled]}, stop_reason=1)))
+    assert batch.details is not None
+    assert detail(batch.details[0]) == (1, *NO_DETAIL[1:])
     for value in (pickled, [{"deep": pickled}], {"a": [pickled]}):
         (answer,) = decode(message(utility_output=[7, None, [["m", "T"], value]])).signals
         assert isinstance(answer, UtilityResult)
@@ -380,6 +393,8 @@ BAD_ROWS: list[tuple[Any, str]] = [
     (row(prefill_stats=[1]), "prefill_stats must be a map"),
     (row(prefill_stats={"num_cached_tokens": -1}), "num_cached_tokens"),
     (row(prefill_stats={"num_cached_tokens": True}), "num_cached_tokens"),
+    (row(kv_transfer_params=[1]), "kv_transfer_params must be a map"),
+    (row(kv_transfer_params={1: 2}), "kv_transfer_params must be a map"),
     (row(error="bad"), "error must be a map"),
     (row(error={}), "error must have a code"),
     (row(error={"code": "c", "message": 5}), "error must have a code"),
@@ -440,6 +455,8 @@ BAD_MESSAGES: list[tuple[Any, str]] = [
     (message(utility_output=[1, 5, None]), "failure"),
     (message(utility_output=[1, None, 5]), "result"),
     (message(utility_output=[1, None, [None]]), "result"),
+    (message(weight_version=1), "weight_version"),
+    (message(weight_version="v" * 1001), "weight_version"),
 ]
 
 

@@ -314,6 +314,8 @@ class Flights:
         rows.store_logprobs(batch)
         rows.store_details(batch)
         started = rows.start(now, batch.cached_tokens)
+        if batch.weight_version is not None:
+            rows.note_version(batch.weight_version, batch, started)
         ended = self._ends(rows, batch)
         gaps = [] if rows.count(batch) else self._find_gaps(rows, batch.rows_of_counts(), ended)
         self._commit(rows, batch, started, ended, now)

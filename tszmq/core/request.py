@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable
+from copy import copy
 from typing import Protocol, TypeVar
 
 import attrs
@@ -115,6 +116,7 @@ class Request:
         "tokens",
         "top_limit",
         "top_logprobs",
+        "versions",
         "visible",
         "wire_id",
     )
@@ -141,6 +143,7 @@ class Request:
         self.logprobs: array[float] | None = array("d") if logprobs else None
         self.top_limit = top_limit
         self.top_logprobs: list[dict[int, float]] | None = None
+        self.versions: list[tuple[str, int]] | None = None
         self.detail: RowDetail | None = None
         self.cached_tokens = 0
         self.streaming = streaming
@@ -168,6 +171,22 @@ class Request:
             count = min(count, len(self.logprobs))
         self.visible = count
 
+    def note_version(self, version: str, start: int) -> None:
+        """Its tokens from there on are made by this version of the weights."""
+        versions = self.versions or []
+        if versions and versions[-1][1] == start:  # of the one before, none came
+            versions.pop()
+        if not versions or versions[-1][0] != version:
+            versions.append((version, start))
+        self.versions = versions
+
+    def _weight_versions(self, stop: int) -> list[tuple[str, int, int]] | None:
+        if self.versions is None:
+            return None
+        starts = [start for _, start in self.versions]
+        spans = zip(self.versions, [*starts[1:], stop], strict=True)
+        return [(version, start, end) for (version, start), end in spans if start < end]
+
     def chunk(self, start: int, finish_reason: str | None) -> TokenChunk:
         """What readers may take from ``start`` on; without the lock, as the head of this file
         says."""
@@ -181,6 +200,7 @@ class Request:
             prompt_tokens=self.prompt_tokens,
             completion_tokens=stop,
             cached_tokens=self.cached_tokens,
+            stop_reason=self.detail.stop_reason if finish_reason and self.detail else None,
             top_logprobs=None if top is None else top[start:stop],
         )
 
@@ -203,6 +223,8 @@ class Request:
             stop_reason=detail.stop_reason if detail else None,
             top_logprobs=_copied(self.top_logprobs),
             prompt_logprobs=_copied(detail.prompt_logprobs if detail else None),
+            weight_versions=self._weight_versions(len(tokens)),
+            kv_transfer_params=copy(detail.kv_transfer_params) if detail else None,
         )
 
     def result(self) -> Completion:

@@ -93,6 +93,7 @@ class Rows:
         "_distinct",
         "_scored",
         "_steps",
+        "_version",
         "arrays",
         "hidden",
         "ids",
@@ -113,6 +114,7 @@ class Rows:
         self.source = requests[0].engine_index if requests else -1
         self.hidden = False
         self._distinct = set(ids)
+        self._version: str | None = None  # of the weights, as those that have started know it
         self._find_readers()
         self._steps = Steps()
 
@@ -240,6 +242,22 @@ class Rows:
         self.unstarted = waiting
         return started
 
+    def note_version(self, version: str, batch: EngineBatch, started: list[Request]) -> None:
+        """The weights that made the tokens of a batch, which has been stored.
+
+        Args:
+            version: Theirs.
+            batch: It.
+            started: Those whose first token has come with it.
+        """
+        if version == self._version:
+            for request in started:
+                request.note_version(version, 0)
+            return
+        self._version = version
+        for position, request in enumerate(self.requests):
+            request.note_version(version, len(request.tokens) - batch.tokens_in(position))
+
     # -- one token each
 
     def take_step(self, batch: EngineBatch) -> bool:
@@ -352,8 +370,10 @@ class Rows:
             row = self.requests[position]
             if detail.cached_tokens is not None:
                 row.cached_tokens = detail.cached_tokens
-            if row.detail is not None and detail.prompt_logprobs is None:
-                detail.prompt_logprobs = row.detail.prompt_logprobs
+            before = row.detail
+            if before is not None:
+                detail.prompt_logprobs = detail.prompt_logprobs or before.prompt_logprobs
+                detail.kv_transfer_params = detail.kv_transfer_params or before.kv_transfer_params
             row.detail = detail
 
 

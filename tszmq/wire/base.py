@@ -40,6 +40,7 @@ class RowDetail:
         prompt_logprobs: None for the prompt's first token, then one mapping a token.
         cached_tokens: Prompt tokens found in the prefix cache, where the wire says it once a
             request and has no column for it.
+        kv_transfer_params: Where another engine finds the request's KV cache.
         error_code, error_message, retryable: Why the engine refused the request.
     """
 
@@ -47,6 +48,7 @@ class RowDetail:
     top_logprobs: list[Ranking] | None = None
     prompt_logprobs: list[dict[int, float] | None] | None = None
     cached_tokens: int | None = None
+    kv_transfer_params: dict[str, Any] | None = None
     error_code: str | None = None
     error_message: str | None = None
     retryable: bool = False
@@ -155,6 +157,8 @@ class EngineBatch:
         details: Row number to what else that row carries.
         signals: Protocol events that are not rows: ``WaveComplete``, ``StartWave``,
             ``UtilityResult``.
+        weight_version: Of the weights that made its tokens, where the wire tells; ``one_each``
+            is None then.
     """
 
     engine_index: int | None
@@ -168,6 +172,7 @@ class EngineBatch:
     load: EngineLoad | None = None
     details: Mapping[int, RowDetail] | None = None
     signals: Sequence[WaveComplete | StartWave | UtilityResult] = ()
+    weight_version: str | None = None
 
     def num_tokens(self) -> int:
         """New tokens of all rows together."""

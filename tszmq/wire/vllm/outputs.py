@@ -31,9 +31,10 @@ from tszmq.wire.vllm.utility import Opaque, read_result
 __all__ = ["VllmDecoder"]
 
 _SHORTEST = 2
-_ELEMENTS = 8  # through start_wave
+_ELEMENTS = 9  # through weight_version
 _COUNT_LIMIT = 2**32
 _WAVE_LIMIT = 2**62  # the client counts on from it, and what it sends has 64 bits
+_LONGEST_VERSION = 1000  # characters: requests keep it
 _RAW_VIEW = 3  # the extension type of an array's bytes
 
 # Places in an output.
@@ -41,11 +42,12 @@ _REQUEST_ID, _TOKENS = 0, 1
 _ROW = 19  # elements
 _ROW_SHORTEST = 2
 
-# new_logprobs, new_prompt_logprobs_tensors, finish_reason, stop_reason, prefill_stats, error
-_rare = itemgetter(2, 3, 5, 6, 11, 18)
+# new_logprobs, new_prompt_logprobs_tensors, finish_reason, stop_reason, kv_transfer_params,
+# prefill_stats, error
+_rare = itemgetter(2, 3, 5, 6, 8, 11, 18)
 _request_id = itemgetter(_REQUEST_ID)
 _tokens = itemgetter(_TOKENS)
-_NOTHING_RARE = (None,) * 6
+_NOTHING_RARE = (None,) * 7
 
 
 class VllmDecoder:
@@ -66,7 +68,7 @@ class VllmDecoder:
             raise DecodeError(f"expected an EngineCoreOutputs array, got {preview(frames[0])}")
         if len(message) < _ELEMENTS:
             message += [None] * (_ELEMENTS - len(message))
-        index, outputs, stats, _, utility, finished, complete, start, *_ = message
+        index, outputs, stats, _, utility, finished, complete, start, version, *_ = message
         if type(index) is not int or not 0 <= index <= MAX_ENGINE_INDEX:
             raise DecodeError(
                 f"engine_index must be an int in [0, {MAX_ENGINE_INDEX}], got {described(index)}"
@@ -78,6 +80,8 @@ class VllmDecoder:
             batch.load = _read_load(stats)
         if not (utility is None and complete is None and start is None):
             batch.signals = _read_signals(utility, complete, start)
+        if version is not None:
+            batch.weight_version = _read_version(version)
         return batch
 
 
@@ -189,6 +193,15 @@ def _read_signals(
     if start is not None:
         signals.append(StartWave(_wave(start, "start_wave")))
     return signals
+
+
+def _read_version(value: object) -> str:
+    if type(value) is not str or len(value) > _LONGEST_VERSION:
+        raise DecodeError(
+            f"weight_version must be text of at most {_LONGEST_VERSION} characters or nil, got "
+            f"{described(value)}"
+        )
+    return value
 
 
 def _wave(value: object, name: str) -> int:

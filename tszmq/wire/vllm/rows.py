@@ -11,6 +11,7 @@ from tszmq.wire.base import EngineBatch, RowDetail
 from tszmq.wire.described import described
 from tszmq.wire.vllm.arrays import ArrayReader
 from tszmq.wire.vllm.logprobs import read_prompt_logprobs, read_sampled_logprobs
+from tszmq.wire.vllm.utility import holds_opaque
 
 __all__ = ["read_rare"]
 
@@ -32,13 +33,13 @@ def read_rare(
         batch: With ids and tokens, and every request running.
         rows: Those that have something.
         columns: Their new_logprobs, new_prompt_logprobs_tensors, finish_reason, stop_reason,
-            prefill_stats and error.
+            kv_transfer_params, prefill_stats and error.
         arrays: Of the message.
 
     Raises:
         DecodeError: One of them is not what it should be.
     """
-    logprobs, prompt_logprobs, finishes, stops, prefills, errors = (
+    logprobs, prompt_logprobs, finishes, stops, transfers, prefills, errors = (
         _present(rows, column) for column in columns
     )
     details: _Details = defaultdict(RowDetail)
@@ -49,6 +50,8 @@ def read_rare(
     batch.finished = {row: _finish_reason(value) for row, value in finishes}
     for row, value in stops:
         details[row].stop_reason = _stop_reason(value)
+    for row, value in transfers:
+        details[row].kv_transfer_params = _transfer_params(value)
     for row, value in prefills:
         cached = _cached_tokens(value)
         if cached:
@@ -91,6 +94,13 @@ def _stop_reason(value: object) -> int | str:
     if type(value) is int or type(value) is str:
         return value
     raise DecodeError(f"stop_reason must be an int, text or nil, got {described(value)}")
+
+
+def _transfer_params(value: object) -> dict[str, Any] | None:
+    """None where they hold pickled objects: the tokens beside them are wanted all the same."""
+    if type(value) is not dict or not set(map(type, value)) <= {str}:
+        raise DecodeError(f"kv_transfer_params must be a map from text, got {described(value)}")
+    return None if holds_opaque(value) else value
 
 
 def _cached_tokens(stats: object) -> int:

@@ -16,7 +16,7 @@ from tszmq.errors import DecodeError, InvalidRequest, UnsupportedField
 from tszmq.wire.base import UtilityResult
 from tszmq.wire.described import described, is_text
 
-__all__ = ["Opaque", "encode_call", "plain_fault", "read_result"]
+__all__ = ["Opaque", "encode_call", "holds_opaque", "plain_fault", "read_result"]
 
 _UTILITY = b"\x03"
 _CLIENT_INDEX = 0  # one input and one output address are given to the engine: there is no other
@@ -116,12 +116,13 @@ def read_result(value: object) -> UtilityResult:
         return UtilityResult(call_id, failure, None)
     if type(result) is not list or len(result) != _RESULT:
         raise DecodeError(f"a utility result must be [type info, value], got {described(result)}")
-    if _holds_opaque(result[1]):
+    if holds_opaque(result[1]):
         return UtilityResult(call_id, "the result holds pickled objects: they are not read", None)
     return UtilityResult(call_id, None, result[1])
 
 
-def _holds_opaque(value: Any) -> bool:
+def holds_opaque(value: Any) -> bool:
+    """Whether a value holds, at whatever depth, something that is not read."""
     pending = [value]
     while pending:
         item = pending.pop()
