@@ -57,17 +57,20 @@ class BoundClient:
             ClientClosed: Closed meanwhile by another thread.
         """
         session = self._session
+        claim: list[None] = []
         try:
-            claim = session.claims.pop()
-        except IndexError:  # another thread waits
-            raise self._connected_before() from None
-        try:
+            # One C call: no signal can come between taking it and having it.
+            claim.extend(map(list.pop, (session.claims,)))
             if session.claimed:
                 raise self._connected_before()
             self._wait(timeout)
             return self._kind._connected(session)
+        except IndexError:
+            if claim:
+                raise
+            raise self._connected_before() from None  # another thread waits
         finally:
-            session.claims.append(claim)
+            session.claims.extend(claim)
 
     def _connected_before(self) -> ConnectError:
         return ConnectError(
@@ -113,7 +116,7 @@ def _wait_for_engines(session: Session, timeout: float, look: Callable[[], objec
     shared = session.shared
     started = time.monotonic()
     deadline, next_told = started + timeout, started + _FIRST_PROGRESS
-    now = started
+    now, told = started, 0.0
 
     def settled() -> bool:
         readiness = shared.readiness
@@ -132,7 +135,10 @@ def _wait_for_engines(session: Session, timeout: float, look: Callable[[], objec
             raise HandshakeTimeout(f"after {timeout} s at {where}: {text}{more}")
         if now >= next_told:
             next_told = now + _PROGRESS_SECONDS
-            _log.info("tszmq: waiting at %s for %.0f s: %s", where, now - started, text)
+            # Somebody who starts them by hand has to see what is missing, once at least.
+            level = logging.WARNING if now - started >= _PROGRESS_SECONDS > told else logging.INFO
+            told = now - started
+            _log.log(level, "tszmq: waiting at %s for %.0f s: %s", where, told, text)
     session.raise_if_closed()
     if shared.readiness.missing and shared.readiness.failed is not None:
         raise ConnectError(f"{shared.readiness.failed}; {shared.readiness.text}")

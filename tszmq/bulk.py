@@ -230,9 +230,11 @@ class _Batch:
             placed = admit(self._session, prepared, self._ticket)
         except TszmqError as error:
             placed, self._held = True, None
+            self._leave_queue()
             self._fail(request.position, error)
         else:
-            if placed and request.engine_index < 0:  # aborted; the turn is the next prompt's
+            if placed and request.engine_index < 0:  # aborted
+                self._leave_queue()
                 self._end(request)
             elif placed:
                 self._queued = False
@@ -456,5 +458,6 @@ def _window(client: Client, max_inflight: object) -> int:
             raise InvalidRequest(f"max_inflight must be at least 1, got {shown(max_inflight)}")
         return window
     # Twice what the engines run, so that their queues never run dry.
-    running = sum(info.max_num_seqs for info in client.engines if info.alive)
+    runs_at_most = client._session.shared.protocol.runs_at_most
+    running = sum(runs_at_most(info) for info in client.engines if info.alive)
     return max(_WINDOW, 2 * running)

@@ -10,8 +10,6 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
-import attrs
-
 from tszmq.bound import CLOSE_SECONDS, BoundClient
 from tszmq.calls import EngineCalls
 from tszmq.checks import shown, whole_number
@@ -337,16 +335,14 @@ class Client(BulkCalls, EngineCalls):
         """Every engine with its registration, by index."""
         self._session.check_process()
         with self._session.shared.state as flights:
-            infos = [flights.engines[index].info for index in sorted(flights.engines)]
-            closed = flights.closed is not None
-        return tuple(attrs.evolve(info, alive=False) if closed else info for info in infos)
+            return tuple(flights.infos())
 
     @property
     def is_alive(self) -> bool:
         """Whether the client is open and at least one engine alive."""
         self._session.check_process()
         with self._session.shared.state as flights:
-            return flights.closed is None and bool(flights.alive_indices())
+            return flights.closed is None and bool(flights.routing.alive_indices())
 
     def health(self) -> dict[int, EngineHealth]:
         """How each engine is doing, by index; no engine is asked."""

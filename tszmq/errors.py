@@ -106,17 +106,25 @@ class ForkedClient(TszmqError):
 
 
 class RequestRejected(TszmqError):
-    """The engine refused this request.
+    """The engine refused this request, or gave it up with an error of its own.
 
     Attributes:
         code: The engine's own code for the refusal, or None where its wire has none.
         retryable: Whether the engine says that trying again later can help.
+        partial: A ``Completion`` of what had come, if anything had.
     """
 
-    def __init__(self, message: str, code: str | None = None, retryable: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        code: str | None = None,
+        retryable: bool = False,
+        partial: Completion | None = None,
+    ) -> None:
         super().__init__(message)
         self.code = code
         self.retryable = retryable
+        self.partial = partial
 
 
 class EnginePaused(RequestRejected):

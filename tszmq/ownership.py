@@ -5,7 +5,8 @@ way in. A thread may take a lock only while it holds none of the same or a later
 
 Two builds share that interface. The plain one is a bare lock: its ``__enter__`` and
 ``__exit__`` are C functions, which costs what ``threading.Lock`` costs and leaves no bytecode
-between taking the lock and entering the block at which a KeyboardInterrupt could strand it.
+between taking the lock and entering the block at which a KeyboardInterrupt could strand it (for
+Python 3.14 see ``_enter``).
 The checked one (``TSZMQ_DEBUG=1`` or ``python -X dev``, decided once at import) reports a
 wrong order *before* it blocks, a lock taken twice, and a value used after its block ended.
 """
@@ -18,13 +19,14 @@ import os
 import sys
 import threading
 import weakref
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import FrameType, TracebackType
 from typing import Any, Generic, TypeVar, cast
 
 from tszmq.errors import LockOrderError
 
-__all__ = ["CHECKED", "Level", "Mutex", "holds_a_lock", "lock", "mutex"]
+__all__ = ["CHECKED", "Level", "Mutex", "holds_a_lock", "lock", "mutex", "unranked_lock"]
 
 T = TypeVar("T")
 
@@ -79,7 +81,12 @@ def mutex(level: Level, value: T) -> Mutex[T]:
 
 def lock(level: Level) -> AbstractContextManager[object]:
     """A lock in the order that guards no single value."""
-    return _checked(level, None) if CHECKED else threading.RLock()
+    return _checked(level, None) if CHECKED else unranked_lock()
+
+
+# A lock that another thread held at the fork is never released there, and threads get its owner's
+# id again: the clients of the parent are of no use in a child.
+os.register_at_fork(after_in_child=_guards.clear)
 
 
 def holds_a_lock() -> bool:
@@ -98,6 +105,43 @@ def holds_a_lock() -> bool:
     return False
 
 
+# 3.14 looks for signals between a ``with``'s call of a C function and its block (python/cpython
+# issue 148874): what a handler raises there would leave the lock taken. It does not look where a
+# function in Python returns, nor where a ``for`` takes its next item.
+_LOOKS_AFTER_ENTER = sys.version_info[:2] == (3, 14)
+
+
+def _enter(entries: Iterator[T]) -> Callable[..., T]:
+    """The ``__enter__`` of a class with one instance: it returns the next entry, of which there is
+    no end."""
+    if not _LOOKS_AFTER_ENTER:
+        return entries.__next__
+
+    def enter(_: object) -> T:
+        for entry in entries:
+            return entry
+        raise AssertionError
+
+    return enter
+
+
+def _unranked() -> Callable[[], AbstractContextManager[object]]:
+    if not _LOOKS_AFTER_ENTER:
+        return threading.RLock
+
+    def enter(self: Any) -> object:
+        for taken in iter(self.acquire, None):
+            return taken
+        raise AssertionError
+
+    kind: Any = type(threading.RLock())
+    return type("Lock", (kind,), {"__slots__": (), "__enter__": enter})
+
+
+unranked_lock = _unranked()
+"""Makes a lock that is not in the order."""
+
+
 def _plain(value: T) -> Mutex[T]:
     # RLock, because it knows its owner (holds_a_lock); nothing takes it twice.
     raw: Any = threading.RLock()
@@ -107,7 +151,7 @@ def _plain(value: T) -> Mutex[T]:
     entries = map({True: value}.__getitem__, iter(raw.acquire, None))
     body = {
         "__slots__": (),
-        "__enter__": entries.__next__,
+        "__enter__": _enter(entries),
         "__exit__": raw.__exit__,
         "owned": staticmethod(raw._is_owned),
     }
@@ -186,7 +230,7 @@ def _checked(level: Level, value: T) -> Mutex[T]:
     guard = kind(level, value, raw)
     # Each entry: check() gives (None, the loan), acquire() gives True, which picks the loan.
     entries = map(operator.getitem, iter(guard.check, None), iter(raw.acquire, None))
-    kind.__enter__ = entries.__next__
+    kind.__enter__ = _enter(entries)
     return cast("Mutex[T]", guard)
 
 
@@ -201,7 +245,7 @@ class _Checked(Mutex[T]):
 
     def check(self) -> tuple[None, _Borrow]:
         """Whether the calling thread may take this lock; the value that it will be lent."""
-        frame = sys._getframe(1)
+        frame = sys._getframe(2 if _LOOKS_AFTER_ENTER else 1)
         where = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
         held: list[_Held] = []
         others: list[_Held] = []

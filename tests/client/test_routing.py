@@ -568,7 +568,7 @@ def test_full_client_waits_until_the_timeout(client_and_engines):
     client, engines = client_and_engines(max_inflight=1)
     stream, engine, _ = open_stream(client, engines)
     started = time.monotonic()
-    with pytest.raises(TimeoutError, match="1 requests are unfinished") as caught:
+    with pytest.raises(TimeoutError, match="max_inflight, 1 requests, is reached") as caught:
         client.generate([1], timeout=0.3)
     assert type(caught.value) is tszmq.QueueFull
     assert 0.28 <= time.monotonic() - started < PATIENCE

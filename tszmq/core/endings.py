@@ -45,17 +45,23 @@ def _finished(reason: str) -> End:
 
 def _refusal(detail: RowDetail | None, partial_result: Completion) -> TszmqError:
     """An abort that nobody asked for, without a token, is how TokenSpeed refuses a request."""
+    index, came = partial_result.engine_index, partial_result.completion_tokens
+    partial_or_none = partial_result if came else None
     if detail is None or detail.error_message is None:
-        return RequestRejected(
-            f"engine {partial_result.engine_index} ended the request before its first token and "
-            f"gave no reason on the wire ({partial_result.prompt_tokens} prompt tokens): it "
-            "refused it, as its log says, or was paused, put to sleep or shut down"
+        text = (
+            f"engine {index} ended the request with an error after {came} tokens, as its log says"
+            if came
+            else f"engine {index} ended the request before its first token and gave no reason on "
+            f"the wire ({partial_result.prompt_tokens} prompt tokens): it refused it, as its log "
+            "says, or was paused, put to sleep or shut down"
         )
+        return RequestRejected(text, partial=partial_or_none)
     kind = EnginePaused if detail.error_code == "engine_paused" else RequestRejected
     return kind(
-        f"engine {partial_result.engine_index}: {detail.error_message:.500}",
+        f"engine {index}: {detail.error_message:.500}",
         code=detail.error_code,
         retryable=detail.retryable,
+        partial=partial_or_none,
     )
 
 

@@ -110,6 +110,8 @@ class Flights:
         """No new requests for an engine that cannot answer now, until ``unmute``; False when that
         was so before."""
         was_served = self.routing.is_alive(index)
+        record = self.engines[index]
+        record.first_error = record.first_error or "it lost its output connection"
         self.routing.suspend_engine(index)
         return was_served
 
@@ -118,8 +120,14 @@ class Flights:
         if self.engines[index].info.alive:
             self.routing.resume_engine(index)
 
+    def infos(self) -> list[EngineInfo]:
+        """Every engine's registration, in order; alive are those that get new requests."""
+        serves = self.routing.is_alive if self.closed is None else lambda _: False
+        infos = [self.engines[index].info for index in sorted(self.engines)]
+        return [attrs.evolve(info, alive=serves(info.engine_index)) for info in infos]
+
     def alive_indices(self) -> list[int]:
-        """Engines that are not dead or dying, in order."""
+        """Engines that are not dead or dying, in order; they may have no output connection now."""
         return sorted(index for index, record in self.engines.items() if record.info.alive)
 
     def _find_narrowest(self) -> None:
@@ -164,7 +172,7 @@ class Flights:
         return {
             index: EngineHealth(
                 engine_index=index,
-                connected=record.info.alive and self.closed is None,
+                connected=self.routing.is_alive(index) and self.closed is None,
                 inflight=self.routing.inflight(index),
                 last_output=now - record.last_output,
                 first_error=record.first_error,

@@ -11,7 +11,7 @@ import zmq
 from tszmq.core.startup import Startup
 from tszmq.errors import DecodeError
 from tszmq.net.addresses import is_tcp, is_wildcard, tcp_host
-from tszmq.net.log import log
+from tszmq.net.log import Limited, log
 from tszmq.net.peers import Connections, local_host
 from tszmq.net.sockets import NOWHERE, source_fd
 from tszmq.types import Endpoints
@@ -29,7 +29,6 @@ __all__ = ["Greeter"]
 
 
 _MESSAGES = 1000
-_WARNINGS = 50  # the rest is only counted
 
 
 class Greeter:
@@ -59,7 +58,8 @@ class Greeter:
         self._before_init = before_init
         self.failed: str | None = None
         """What the first engine said that failed to start."""
-        self._warnings = 0
+        self._strangers = Limited()
+        self._engines = Limited()  # apart: what a scanner of ports sends must not hide these
         self._invited: deque[int] = deque()  # to be told where to dial
         self._inviting = False
         self._startup = startup
@@ -105,13 +105,11 @@ class Greeter:
 
     def _ignore(self, what: str) -> None:
         self._startup.ignored += 1
-        self.warn(f"a message on the handshake socket is ignored: {what}")
+        self._strangers.warning(f"a message on the handshake socket is ignored: {what}")
 
     def warn(self, text: str) -> None:
-        """Anyone who reaches the socket can cause these: they must not fill the log."""
-        self._warnings += 1
-        if self._warnings <= _WARNINGS:
-            log.warning("tszmq: %s", text)
+        """Of an engine that starts."""
+        self._engines.warning(text)
 
     def _hello(self, index: int, frame: zmq.Frame) -> None:
         fd = source_fd(frame)

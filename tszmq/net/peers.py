@@ -23,8 +23,11 @@ def _borrowed(fd: int) -> Iterator[socket.socket]:
     """
     if fd < 0:  # no descriptor, which would be a ValueError
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+    blocks = os.get_blocking(fd)
     borrowed = socket.socket(fileno=fd)
     try:
+        if os.get_blocking(fd) != blocks:  # socket.setdefaulttimeout() is for new sockets
+            os.set_blocking(fd, blocks)
         yield borrowed
     finally:
         borrowed.detach()

@@ -23,7 +23,7 @@ from tszmq.core.endings import engine_died
 from tszmq.core.request import Wakeable
 from tszmq.errors import DecodeError, EngineDead, TszmqError
 from tszmq.net.gate import never_waits
-from tszmq.net.log import log
+from tszmq.net.log import Limited, log
 from tszmq.net.mailbox import Dropped, Learnt, OutputLost, Suspect, Wave
 from tszmq.net.orders import Blame, Halt, Joined, OutputClosed, Retire
 from tszmq.net.peers import Attribution
@@ -52,7 +52,6 @@ _UNREADABLE_IN_A_ROW = 3
 _LULL = 0.0005  # seconds without a message
 _MOST_FRAMES = 1 << 16  # of a message: a few a request, where many have logprobs
 _POLLIN = int(zmq.POLLIN)  # the flag itself is an object that computes in Python
-_WARNINGS = 50  # about strangers; anyone who reaches the socket can cause them
 
 
 def run_receiver(
@@ -94,7 +93,7 @@ class _Receiver:
         self._hidden = False  # somebody reads along and has not been shown what came
         self._sources = Attribution()
         self._unreadable: dict[int, int] = {}  # fd -> messages in a row
-        self._warnings = 0
+        self._strangers = Limited()
         self._max_bytes = max_message_bytes  # of all frames together
 
     def run(self) -> None:
@@ -241,7 +240,7 @@ class _Receiver:
 
     def _note_unreadable(self, fd: int, error: DecodeError) -> None:
         if not self._unreadable.get(fd):
-            self._warn(f"an output message is dropped: {error}")
+            self._strangers.warning(f"an output message is dropped: {error}")
         if len(self._unreadable) > 1000:  # strangers that come and go
             self._unreadable.clear()
         count = self._unreadable[fd] = self._unreadable.get(fd, 0) + 1
@@ -263,13 +262,7 @@ class _Receiver:
             self._warn_of_stranger(reason)
 
     def _warn_of_stranger(self, reason: str) -> None:
-        self._warn(f"a connection that belongs to no living engine: {reason}")
-
-    def _warn(self, text: str) -> None:
-        """Whoever reaches the socket can cause these: they must not fill the log."""
-        self._warnings += 1
-        if self._warnings <= _WARNINGS or self._warnings % 1000 == 0:
-            log.warning("tszmq: %s", text)
+        self._strangers.warning(f"a connection that belongs to no living engine: {reason}")
 
     def _suspects(self, fd: int, unreadable: bool) -> list[int]:
         """Who may have sent what came there. Nobody sends batches who holds no requests."""

@@ -16,6 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextvars import Context
 from typing import Any
 
 import attrs
@@ -112,11 +113,11 @@ class Session:
             if isinstance(error, OSError):  # no descriptor is left for the mailbox
                 raise ConnectError(f"cannot make the client's own sockets: {error}") from error
             raise
-        self._start(sockets)
-        # A forgotten session: the finalizer only posts; the threads do the rest.
-        self._finalizer = weakref.finalize(self, self.shared.mailbox.post, mail.Stop())
-        self._finalizer.atexit = False
         _open[self.shared] = self.endpoints
+        # A forgotten session: the finalizer only posts; the threads do the rest.
+        self._finalizer = weakref.finalize(self, _stop, self.shared)
+        self._finalizer.atexit = False
+        self._start(sockets)
 
     def _start(self, sockets: Sockets) -> None:
         try:
@@ -226,6 +227,11 @@ def _require_real_threads() -> None:
             )
 
 
+def _stop(shared: Shared) -> None:
+    if shared.pid == os.getpid():  # what a forked child posts would reach the parent
+        shared.mailbox.post(mail.Stop())
+
+
 def _close(owned: Owned[zmq.Socket[bytes]]) -> None:
     with contextlib.suppress(LockOrderError):  # it has been taken, and closed
         closed = owned.take()
@@ -256,18 +262,22 @@ def _threads(
     Daemons: nothing of ours keeps a process alive. Targets are functions, not methods of
     anything that could be kept from being collected.
     """
+    # From 3.14 on a thread may run in a copy of its maker's context, and keep all that is in it.
+    empty: dict[str, Any] = {"context": Context()} if sys.version_info >= (3, 14) else {}
     orders: deque[Any] = deque()
     receiver = threading.Thread(
         target=run_receiver,
         args=(sockets.output, orders, shared, max_message_bytes),
         name="tszmq-receiver",
         daemon=True,
+        **empty,
     )
     control = threading.Thread(
         target=run_control,
         args=(sockets, orders, shared, startup, settings, on_closed),
         name="tszmq-control",
         daemon=True,
+        **empty,
     )
     return control, receiver
 

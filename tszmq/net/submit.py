@@ -140,8 +140,8 @@ def _take_turn(session: Session, prepared: Prepared, deadline: float | None, tur
     while not admit(session, prepared, turn):
         if not turn.wait(turn.take, deadline):
             raise QueueFull(
-                f"{session.max_inflight} requests are unfinished, which is max_inflight, and none "
-                "ended in time: give a longer timeout, or the client a larger max_inflight"
+                f"max_inflight, {session.max_inflight} requests, is reached, and no place became "
+                "free in time: give a longer timeout, or the client a larger max_inflight"
             )
 
 
@@ -160,8 +160,10 @@ class _Turn(Gate):
 
     def take(self) -> bool:
         """Whether it was woken since the last call."""
-        woken, self._woken = self._woken, False
-        return woken
+        if not self._woken:
+            return False
+        self._woken = False
+        return True
 
 
 def expire_at(session: Session, request: Request, deadline: float, timeout: float) -> None:

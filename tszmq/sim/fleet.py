@@ -8,7 +8,6 @@ import signal
 import site
 import subprocess
 import sys
-import threading
 import time
 import weakref
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 from tszmq.checks import shown, whole_number
 from tszmq.errors import InvalidRequest
+from tszmq.ownership import unranked_lock
 from tszmq.sim.options import MAX_INDEX, EngineOptions, command_line
 
 __all__ = ["Fleet"]
@@ -63,10 +63,10 @@ class Fleet:
         self._address = ""
         self._pid = os.getpid()
         # Guards the list. Nothing is waited for under it.
-        self._lock = threading.Lock()
+        self._lock = unranked_lock()
         # Held while a pipe is written to, which a child that does not read holds up, or closed,
         # which is done when the child is dead. Taken before the other.
-        self._writing = threading.Lock()
+        self._writing = unranked_lock()
         self._children: list[subprocess.Popen[bytes]] = []
         self._closed = False
         _fleets.add(self)
@@ -231,7 +231,7 @@ class Fleet:
     def _disown(self) -> None:
         """In a forked child: these are not our processes, and not our pipes."""
         # They may have been held by threads that are not here.
-        self._lock, self._writing = threading.Lock(), threading.Lock()
+        self._lock, self._writing = unranked_lock(), unranked_lock()
         for child in self._children:
             child.returncode = 0  # keeps Popen from waiting for it, or warning about it
             _close_pipes(child)

@@ -251,6 +251,9 @@ class WireProtocol(Protocol):
             DecodeError: It is not a registration.
         """
 
+    def runs_at_most(self, engine: EngineInfo) -> int:
+        """Requests that an engine runs at once, by its registration."""
+
     def check(
         self,
         prompt_token_ids: list[int],

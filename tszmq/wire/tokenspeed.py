@@ -49,6 +49,10 @@ class TokenSpeed:
         """
         return startup.read_registration(engine_index, frames)
 
+    def runs_at_most(self, engine: EngineInfo) -> int:
+        """Its share: an engine registers what its whole group runs."""
+        return -(-engine.max_num_seqs // max(1, engine.data_parallel_size))
+
     def check(
         self,
         prompt_token_ids: list[int],

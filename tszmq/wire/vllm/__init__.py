@@ -75,6 +75,10 @@ class Vllm:
         info = startup.read_registration(engine_index, frames)
         return attrs.evolve(info, lockstep=info.data_parallel_size > 1)
 
+    def runs_at_most(self, engine: EngineInfo) -> int:
+        """As it says: each rank registers its own."""
+        return engine.max_num_seqs
+
     def check(
         self,
         prompt_token_ids: list[int],
