@@ -262,24 +262,20 @@ def _threads(
     Daemons: nothing of ours keeps a process alive. Targets are functions, not methods of
     anything that could be kept from being collected.
     """
-    # From 3.14 on a thread may run in a copy of its maker's context, and keep all that is in it.
-    empty: dict[str, Any] = {"context": Context()} if sys.version_info >= (3, 14) else {}
     orders: deque[Any] = deque()
-    receiver = threading.Thread(
-        target=run_receiver,
-        args=(sockets.output, orders, shared, max_message_bytes),
-        name="tszmq-receiver",
-        daemon=True,
-        **empty,
+    receiver = _daemon(
+        "tszmq-receiver", run_receiver, sockets.output, orders, shared, max_message_bytes
     )
-    control = threading.Thread(
-        target=run_control,
-        args=(sockets, orders, shared, startup, settings, on_closed),
-        name="tszmq-control",
-        daemon=True,
-        **empty,
+    control = _daemon(
+        "tszmq-control", run_control, sockets, orders, shared, startup, settings, on_closed
     )
     return control, receiver
+
+
+def _daemon(name: str, target: Callable[..., None], *args: object) -> threading.Thread:
+    # From 3.14 on a thread may run in a copy of its maker's context, and keep all that is in it.
+    context: dict[str, Any] = {"context": Context()} if sys.version_info >= (3, 14) else {}
+    return threading.Thread(target=target, args=args, name=name, daemon=True, **context)
 
 
 def _let_go_in_child() -> None:
