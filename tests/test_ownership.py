@@ -154,6 +154,36 @@ def test_a_plain_guard_runs_no_python_code():
         assert not hasattr(getattr(type(guard), method), "__code__")
 
 
+FORKED = """
+import os, threading
+from tszmq.ownership import Level, holds_a_lock, mutex
+state = mutex(Level.STATE, [])
+held, done = threading.Event(), threading.Event()
+def hold():
+    with state:
+        held.set()
+        done.wait()
+holder = threading.Thread(target=hold)
+holder.start()
+held.wait()
+if (child := os.fork()) == 0:
+    seen = []
+    threads = [threading.Thread(target=lambda: seen.append(holds_a_lock())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+        thread.join()
+    os._exit(any(seen) or len(seen) != 3)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+done.set()
+"""
+
+
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_what_was_held_at_a_fork_is_held_by_nobody_in_the_child(debug):
+    """Its threads get the ids of the parent's again."""
+    assert run_python(FORKED, debug=debug, flags=("-W", "ignore")).strip() == "0"
+
+
 # --- what both do --------------------------------------------------------------------------------
 
 

@@ -574,3 +574,10 @@ def test_equal_engines_hash_alike() -> None:
 def test_type_checkers_see_what_a_prompt_is(method) -> None:
     """Text is an object, too."""
     assert inspect.signature(method).parameters["ids"].annotation == "TokenIds"
+
+
+@pytest.mark.parametrize("name", TEXT_FIELDS)
+def test_grammars_have_no_nul(name: str) -> None:
+    """An engine's parser takes a text up to there, or ends."""
+    with pytest.raises(InvalidRequest, match=f"{name} must not have a NUL character"):
+        SamplingParams(**{name: "a\0b"})

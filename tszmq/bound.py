@@ -57,20 +57,20 @@ class BoundClient:
             ClientClosed: Closed meanwhile by another thread.
         """
         session = self._session
-        claim: list[None] = []
+        # A thread that a signal kept from giving it back can take it again.
+        if not session.claim.acquire(blocking=False):  # another thread waits
+            raise self._connected_before()
         try:
-            # One C call: no signal can come between taking it and having it.
-            claim.extend(map(list.pop, (session.claims,)))
-            if session.claimed:
-                raise self._connected_before()
+            self._require_unclaimed()
             self._wait(timeout)
+            self._require_unclaimed()  # by a signal handler
             return self._kind._connected(session)
-        except IndexError:
-            if claim:
-                raise
-            raise self._connected_before() from None  # another thread waits
         finally:
-            session.claims.extend(claim)
+            session.claim.release()
+
+    def _require_unclaimed(self) -> None:
+        if self._session.claimed:
+            raise self._connected_before()
 
     def _connected_before(self) -> ConnectError:
         return ConnectError(

@@ -138,6 +138,8 @@ def text(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
         value.encode()
     except UnicodeEncodeError as error:
         raise InvalidRequest(f"{attribute.name} is not valid Unicode text: {error}") from None
+    if "\0" in value:  # xgrammar takes a regex up to there, or ends the engine's process
+        raise InvalidRequest(f"{attribute.name} must not have a NUL character, got {shown(value)}")
 
 
 def token_tuple(value: Iterable[int] | None) -> tuple[int, ...]:

@@ -65,6 +65,9 @@ class Client(BulkCalls, EngineCalls):
             TokenSpeed reads between two steps only: longer than its longest one.
         max_message_bytes: What no message of an engine may exceed. One that does is dropped, and
             what waits for output of that engine fails with ``DecodeError``.
+        max_request_tokens: Longest prompt and output together, tokens, where that is less than the
+            engines register: TokenSpeed's may with speculative decoding or a hybrid model, and
+            end over a prompt that is too long for their cache. None: as they register.
         allow_remote: Bind tcp to other than loopback. The wire has no authentication.
         policy: How engines are chosen: ``LeastLoaded()``, the default, ``RoundRobin()``,
             ``RandomOfTwo()`` of ``tszmq.core.policy``, or one of the caller's.
@@ -98,6 +101,7 @@ class Client(BulkCalls, EngineCalls):
         silence_warning: float | None = 60.0,
         send_timeout: float = 60.0,
         max_message_bytes: int = 64 << 20,
+        max_request_tokens: int | None = None,
         allow_remote: bool = False,
         policy: Policy | None = None,
         parallel_config: Mapping[str, Any] | None = None,
@@ -114,6 +118,7 @@ class Client(BulkCalls, EngineCalls):
             silence_warning=silence_warning,
             send_timeout=send_timeout,
             max_message_bytes=max_message_bytes,
+            max_request_tokens=max_request_tokens,
             allow_remote=allow_remote,
             policy=policy,
             parallel_config=parallel_config,
@@ -147,6 +152,7 @@ class Client(BulkCalls, EngineCalls):
         silence_warning: float | None = 60.0,
         send_timeout: float = 60.0,
         max_message_bytes: int = 64 << 20,
+        max_request_tokens: int | None = None,
         allow_remote: bool = False,
         policy: Policy | None = None,
         parallel_config: Mapping[str, Any] | None = None,
@@ -170,10 +176,13 @@ class Client(BulkCalls, EngineCalls):
         if max_inflight is not None:
             max_inflight = _check_count(max_inflight, "max_inflight", None)
         max_message_bytes = _check_count(max_message_bytes, "max_message_bytes", 2**62)
+        if max_request_tokens is not None:
+            max_request_tokens = _check_count(max_request_tokens, "max_request_tokens", None)
         settings = Settings(
             silence_timeout=_check_optional(silence_timeout, "silence_timeout"),
             silence_warning=_check_optional(silence_warning, "silence_warning"),
             send_timeout=_check_limit(send_timeout, "send_timeout"),
+            max_request_tokens=max_request_tokens,
             parallel_config=dict(parallel_config or {}),
         )
         connect_timeout = check_timeout(connect_timeout, "connect_timeout", optional=False)

@@ -1047,6 +1047,29 @@ def test_abort_all_ends_a_bulk_call_that_waits_for_a_place(client_and_engines):
     answer_one(client, engine)
 
 
+def test_what_abort_all_ended_in_the_queue_keeps_no_turn(client_and_engines):
+    """While the batch is in the caller's iterator, others get their places."""
+    client, [engine] = client_and_engines(max_inflight=1)
+    pulling, go_on = threading.Event(), threading.Event()
+
+    def prompts():
+        yield [2]
+        pulling.set()
+        assert go_on.wait(PATIENCE)
+
+    with client.stream([1]) as stream:
+        rid = engine.recv_add().rid
+        call = in_thread(client.generate_many, prompts())
+        eventually(lambda: waiting_for_a_place(client) == 1)
+        client.abort_all()
+        assert stream.result(PATIENCE).finish_reason == "abort"
+    assert engine.recv_abort() == [rid]
+    assert pulling.wait(PATIENCE)
+    answer_one(client, engine)
+    go_on.set()
+    assert [done.finish_reason for done in call.result(PATIENCE)] == ["abort"]
+
+
 # --- progress ------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import stat
+import sys
 import threading
 import time
 from functools import partial
@@ -20,6 +21,7 @@ import tszmq
 from tests.client_fixtures import answer_one
 from tests.mock_engine import PATIENCE, UNIT, MockEngine, eventually, in_thread, stays_true
 from tszmq import Client, Endpoints
+from tszmq.bound import BoundClient
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -844,3 +846,48 @@ def test_few_descriptors_are_a_clear_error(run_script, short_dir):
     """And do not end the process, as they would inside libzmq."""
     result = run_script(FEW_DESCRIPTORS, str(short_dir))
     assert result.output.splitlines() == ["refused True"] * 4 + ["bound"], result
+
+
+def test_a_signal_anywhere_in_connect_leaves_the_claim():
+    """The next call is not told that another is connecting."""
+    code = BoundClient.connect.__code__
+    lines = 0
+    while True:
+        lines += 1
+        left = lines
+
+        def trace(frame, event, argument):
+            nonlocal left
+            if event == "line" and frame.f_code is code:
+                left -= 1
+                if left == 0:
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
+            return trace if frame.f_code is code else None
+
+        with Client.bind(LOOPBACK) as bound:
+            sys.settrace(trace)
+            try:
+                bound.connect(0)
+            except (KeyboardInterrupt, tszmq.HandshakeTimeout):
+                pass
+            finally:
+                sys.settrace(None)
+            with pytest.raises((tszmq.HandshakeTimeout, tszmq.ClientClosed)):
+                bound.connect(0)
+        if left > 0:
+            break
+    assert lines > 5
+
+
+def test_somebody_who_waits_is_told_once_that_it_takes_long(monkeypatch, caplog):
+    """Where nothing configures logging, only warnings are seen."""
+    caplog.set_level(logging.INFO, "tszmq")
+    monkeypatch.setattr(tszmq.bound, "_FIRST_PROGRESS", 0.01)
+    monkeypatch.setattr(tszmq.bound, "_PROGRESS_SECONDS", 0.05)
+    with pytest.raises(tszmq.HandshakeTimeout):
+        Client(LOOPBACK, connect_timeout=0.5)
+    levels = [each.levelno for each in caplog.records if "waiting at" in each.getMessage()]
+    assert levels[0] == logging.INFO
+    assert levels.count(logging.WARNING) == 1
+    assert len(levels) > 3

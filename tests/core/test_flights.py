@@ -516,6 +516,31 @@ def test_a_refusal_repeats_what_the_engine_said(code, kind):
     assert (caught.value.code, caught.value.retryable) == (code, True)
 
 
+@pytest.mark.parametrize("detail", [None, RowDetail(error_code="c", error_message="because")])
+def test_an_error_after_tokens_hands_them_over(detail):
+    place = Place()
+    request = place.admit()
+    place.apply((request, [1, 2]))
+    place.apply((request, [3], "error"), details=detail and {0: detail})
+    with pytest.raises(RequestRejected, match="because" if detail else "after 3 tokens") as caught:
+        request.result()
+    assert caught.value.partial.token_ids == [1, 2, 3]
+
+
+def test_an_engine_that_cannot_answer_is_not_called_alive():
+    """Until it can again; what went wrong stays on record."""
+    place = Place(2)
+    assert place.flights.mute(0)
+    assert not place.flights.mute(0)
+    assert [info.alive for info in place.flights.infos()] == [False, True]
+    health = place.flights.health(1.0)
+    assert [health[0].connected, health[1].connected] == [False, True]
+    assert "output connection" in health[0].first_error
+    place.flights.unmute(0)
+    assert [info.alive for info in place.flights.infos()] == [True, True]
+    assert place.flights.health(1.0)[0].connected
+
+
 @pytest.mark.parametrize("reason", ["", "stop"])
 def test_a_count_above_what_came_ends_the_request(reason):
     """In the row that finishes it too: a result that lacks tokens must not look whole."""

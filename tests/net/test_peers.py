@@ -111,6 +111,20 @@ def test_a_descriptor_that_is_no_socket_any_more(tmp_path: Path):
         os.close(free)
 
 
+@pytest.mark.parametrize("blocks", [True, False])
+def test_looking_changes_nothing(pair, blocks):
+    """The descriptor may be anybody's by then."""
+    socket.setdefaulttimeout(30)
+    try:
+        for end in pair:
+            os.set_blocking(end.fileno(), blocks)
+            peer_pid(end.fileno())
+            local_host(end.fileno())
+            assert os.get_blocking(end.fileno()) is blocks
+    finally:
+        socket.setdefaulttimeout(None)
+
+
 LOCK_PROBE = """
 import fcntl, sys
 with open(sys.argv[1], "r+") as file:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -15,7 +18,8 @@ from tests.client_fixtures import short_dir
 from tests.conftest import tszmq_threads, wait_until
 from tszmq import Client, Endpoints
 from tszmq.errors import ConnectError
-from tszmq.net.sockets import _Binder
+from tszmq.net.session import Session
+from tszmq.net.sockets import Sockets, _Binder
 
 __all__ = ["short_dir"]
 
@@ -89,6 +93,22 @@ class TestNothingStays:
         with pytest.raises(KeyboardInterrupt):
             Client.bind(endpoints)
 
+    def test_when_a_signal_comes_right_after(self, nothing_stays):
+        """Both threads run, nobody holds the session."""
+        endpoints, patched = nothing_stays
+        start = Session._start
+
+        def interrupted(session: Session, sockets: Sockets) -> None:
+            start(session, sockets)
+            raise KeyboardInterrupt
+
+        before = tszmq_threads()
+        patched.setattr(Session, "_start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            Client.bind(endpoints)
+        gc.collect()
+        assert wait_until(lambda: tszmq_threads() == before)
+
     def test_when_there_are_no_descriptors_left(self, nothing_stays):
         """The last pair is the one that wakes the control thread."""
         endpoints, patched = nothing_stays
@@ -110,3 +130,27 @@ def test_how_long_a_host_may_acknowledge_nothing(send_timeout: float, millisecon
         assert bound.getsockopt(zmq.TCP_MAXRT) == milliseconds
     finally:
         binder.undo()
+
+
+CONTEXT = """
+import contextvars, gc, weakref
+from tszmq import Client
+variable = contextvars.ContextVar("variable")
+first = Client.bind("tcp://127.0.0.1:*")
+token = variable.set(first)
+with Client.bind("tcp://127.0.0.1:*"):
+    variable.reset(token)
+    seen = weakref.ref(first)
+    del first, token
+    gc.collect()
+    assert seen() is None
+"""
+
+
+@pytest.mark.skipif(
+    sys.version_info < (3, 14), reason="before, threads have a context of their own"
+)
+def test_threads_keep_nothing_of_their_makers_context():
+    subprocess.run(
+        [sys.executable, "-X", "thread_inherit_context=1", "-c", CONTEXT], check=True, timeout=20
+    )

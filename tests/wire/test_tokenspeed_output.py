@@ -284,8 +284,7 @@ def test_columns_have_one_length(rows: int, name: str, change: int) -> None:
 @pytest.mark.parametrize(
     ("values", "ids"),
     [
-        ([-0.5], [10]),  # fewer than tokens
-        ([-0.5] * 3, [10] * 3),  # more
+        ([-0.5] * 3, [10] * 3),  # more than tokens
         ([-0.5] * 2, [10]),
         ([-0.5] * 2, []),
         ([], [10, 20]),
@@ -293,8 +292,21 @@ def test_columns_have_one_length(rows: int, name: str, change: int) -> None:
 )
 def test_logprobs_match_the_tokens(rows: int, values: list[float], ids: list[int]) -> None:
     sent = batch(rows, logprobs=[[]] * (rows - 1) + [values], logprob_ids=[[]] * (rows - 1) + [ids])
-    with pytest.raises(DecodeError, match="a logprob for every token or none"):
+    with pytest.raises(DecodeError, match="a logprob for every token at most"):
         decode(pack(sent))
+
+
+@pytest.mark.parametrize("value", [-0.5, -1])
+def test_a_logprob_that_a_prefill_engine_did_not_send_is_nan(rows: int, value: float) -> None:
+    """A decode engine has none for the first token then, and sends the row all the same: what is
+    missing is the asker's, the message everybody's."""
+    others = [[]] * (rows - 1)
+    sent = batch(rows, logprobs=[*others, [value]], logprob_ids=[*others, [10]])
+    got = decode(pack(sent))
+    assert got.token_ids == [[10, 20]] * rows or len(got.token_ids[-1]) == 2
+    assert got.logprobs is not None
+    assert [repr(number) for number in got.logprobs[-1]] == ["nan", repr(float(value))]
+    assert got.logprobs[:-1] == others
 
 
 @pytest.mark.parametrize("wrong", [True, None, "1", [1.0]])

@@ -330,7 +330,7 @@ def test_the_engine_serves_what_check_passes(
 ) -> None:
     limit = 8
     ignored_stops = params.ignore_eos and params.stop_token_ids
-    if params.top_k >= 128 or ignored_stops:
+    if (params.top_k >= 128 and params.temperature >= 1e-6) or ignored_stops:
         with pytest.raises(InvalidRequest):
             check(params, ids, max_model_len=limit)
         return
@@ -411,6 +411,9 @@ def test_top_k_at_the_kernels_limit_is_refused(top_k: int) -> None:
     check(SamplingParams(top_k=127))
     with pytest.raises(InvalidRequest, match=f"below 128.*{top_k}.*-1"):
         check(SamplingParams(top_k=top_k))
+    greedy = SamplingParams(top_k=top_k, temperature=0)  # takes the most likely one
+    check(greedy)
+    assert sampling(add(greedy, [1]))["top_k"] == 1
 
 
 def test_stop_tokens_that_would_be_ignored_are_refused() -> None:

@@ -75,11 +75,12 @@ _MESSAGES_A_TURN = 1000
 
 @attrs.frozen
 class Settings:
-    """What the caller chose; seconds."""
+    """What the caller chose; times are seconds, lengths tokens."""
 
     silence_timeout: float | None
     silence_warning: float | None
     send_timeout: float
+    max_request_tokens: int | None
     parallel_config: Mapping[str, Any]
 
 
@@ -174,6 +175,7 @@ class _Control:
         )
         self._sender = Sender(own.input, shared.protocol, settings.send_timeout, self._begin_death)
         self._lockstep = Lockstep(shared, self._sender, self._at)
+        self._max_request_tokens = settings.max_request_tokens
         self._silence = SilenceWatch(settings.silence_timeout, settings.silence_warning)
         self._index_of: dict[int, int] = {}  # input connection -> engine index
         self._timers = Timers()
@@ -319,6 +321,9 @@ class _Control:
     def _register(self, info: EngineInfo, fd: int) -> None:
         index = info.engine_index
         self._startup.registered(index)
+        most = self._max_request_tokens
+        if most is not None and not 0 < info.max_model_len <= most:
+            info = attrs.evolve(info, max_model_len=most)
         with self._shared.state as flights:
             epoch = flights.register(info, time.monotonic())
         connection = self._connections.number(fd, self._sockets.monitors[1].is_open(fd))

@@ -84,7 +84,7 @@ class Session:
         self.ids = WireIds(secrets.token_hex(8))
         self.engine_count = engine_count
         self.max_inflight = max_inflight
-        self.claims = [None]  # taken with one C call, by one thread
+        self.claim = threading.RLock()  # of the thread that connects
         self.claimed = False
         """Whether a ``Client`` has taken it over from the ``BoundClient``."""
         _require_real_threads()

@@ -29,6 +29,8 @@ _REQUEST_TAG = "TokenizedGenerateReqInput"
 
 # The engine's fused sampling kernel takes top_k below this (or -1 for "off").
 _TOP_K_LIMIT = 128
+# Below this temperature the engine takes the most likely token.
+_GREEDY = 1e-6
 # Every request's budget is clamped to what the context leaves, less this many tokens.
 _CONTEXT_RESERVE = 2
 
@@ -64,7 +66,8 @@ class TokenSpeed:
 
         Not checked, because the registration does not say: the vocabulary (``logit_bias`` keys
         and prompt ids beyond it), whether the server returns logprobs, whether a grammar
-        compiles. The engine aborts such a request (prompt ids: it computes nonsense).
+        compiles. The engine aborts such a request (prompt ids: it computes nonsense). A grammar
+        that compiles and allows no token at all ends an engine that has no NVIDIA device.
 
         ``min_p``, the penalties and ``logit_bias`` pass: whether they have an effect depends on
         the server's sampling backend. ``min_tokens`` passes and has none in 0.1.1.
@@ -114,8 +117,8 @@ class TokenSpeed:
             UnsupportedField: Always.
         """
         raise UnsupportedField(
-            f"utility call {shown(method)} is not carried by TokenSpeed's wire: use the engine's "
-            "own control interface"
+            f"utility call {shown(method)} is not carried by TokenSpeed's wire: an engine behind "
+            "it can only be restarted"
         )
 
     def encode_start_wave(self, wave: int) -> list[bytes]:
@@ -148,7 +151,9 @@ def _longest_prompt(engine: EngineInfo) -> int | None:
     """Prompt tokens that leave a budget of 0 or more; None when the engine did not say.
 
     The KV cache counts for one token less when the engine overlaps its steps, which the
-    registration does not say: taken as given, since one token too many kills the engine.
+    registration does not say: taken as given, since one token too many kills the engine. Nor does
+    it say what speculation and caches of several groups (hybrid models) take off: the client's
+    ``max_request_tokens`` is for those.
     """
     limits = []
     if engine.max_model_len > 0:
@@ -177,7 +182,7 @@ def _check_unsupported(params: SamplingParams, priority: int | None) -> None:
 
 def _check_sampling(params: SamplingParams) -> None:
     """What is narrower here than ``SamplingParams`` itself allows."""
-    if params.top_k >= _TOP_K_LIMIT:
+    if params.top_k >= _TOP_K_LIMIT and params.temperature >= _GREEDY:
         raise InvalidRequest(
             f"top_k must be below {_TOP_K_LIMIT} on TokenSpeed, got {params.top_k}: lower it, or "
             "use -1 for no limit"
@@ -206,7 +211,7 @@ def _sampling_array(params: SamplingParams) -> list[Any]:
         params.stop_token_ids or None,
         params.temperature,
         params.top_p,
-        params.top_k,
+        params.top_k if params.top_k < _TOP_K_LIMIT else -1,  # greedy sampling looks at none
         params.min_p,
         params.frequency_penalty,
         params.presence_penalty,

@@ -11,8 +11,10 @@ usual message is in ``tokenspeed_decoder``.
 
 from __future__ import annotations
 
+import operator
 from array import array
 from itertools import chain
+from math import nan
 from operator import countOf
 from typing import Any
 
@@ -117,14 +119,15 @@ def _logprobs(
 ) -> list[list[float]] | None:
     """The column of logprobs; None when no row has any.
 
-    A row has none (its request did not ask) or one for each of its new tokens.
+    A row has none (its request did not ask) or one for each of its new tokens. Fewer it has
+    where its first token came from a prefill engine that sent no logprob beside it: NaN then.
     """
     _require_type(list, values, "output_token_logprobs_val")
     _require_type(list, token_ids, "output_token_logprobs_idx")
     have, ids, new = (list(map(len, column)) for column in (values, token_ids, tokens))
-    if have != ids or (have != new and not all(map(_none_or_all, have, new))):
+    if have != ids or any(map(operator.gt, have, new)):
         raise DecodeError(
-            "a row must have a logprob for every token or none, got rows of "
+            "a row must have a logprob for every token at most, got rows of "
             f"{have[:_SHOWN_ROWS]} values and {ids[:_SHOWN_ROWS]} ids for {new[:_SHOWN_ROWS]} "
             f"tokens in a batch of {len(new)}"
         )
@@ -137,12 +140,13 @@ def _logprobs(
         _require_type(
             float, [n for n in numbers if type(n) is not int], "output_token_logprobs_val"
         )
-        return [list(map(float, row)) for row in values]
-    return values
-
-
-def _none_or_all(have: int, new: int) -> bool:
-    return have in (0, new)
+        values = [list(map(float, row)) for row in values]
+    if have == new:
+        return values
+    return [
+        [nan] * (count - len(row)) + row if row else row
+        for row, count in zip(values, new, strict=True)
+    ]
 
 
 def _engine_index(values: list[Any]) -> int | None:
