@@ -581,3 +581,10 @@ def test_grammars_have_no_nul(name: str) -> None:
     """An engine's parser takes a text up to there, or ends."""
     with pytest.raises(InvalidRequest, match=f"{name} must not have a NUL character"):
         SamplingParams(**{name: "a\0b"})
+
+
+def test_a_wrong_prompt_is_told_the_way_out() -> None:
+    with pytest.raises(TypeError, match="for several prompts, call generate_many"):
+        token_id_list([[1, 2], [3]])
+    with pytest.raises(TypeError, match="a tokenizer has to turn into token ids"):
+        token_id_list("Hello")

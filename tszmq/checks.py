@@ -247,8 +247,9 @@ def _sequence(ids: object, what: str, at_most: int) -> Any:
             raise TypeError(f"{what} must be one-dimensional, got a single value: {shown(items)}")
     # An iterator is refused: it may be endless, and is empty when the call is tried again.
     if not (hasattr(type(items), "__iter__") and hasattr(type(items), "__len__")):
+        hint = ", which a tokenizer has to turn into token ids" if isinstance(ids, str) else ""
         raise TypeError(
-            f"{what} must be a sequence of ints such as a list, got {type(ids).__name__}"
+            f"{what} must be a sequence of ints such as a list, got {type(ids).__name__}{hint}"
         )
     return items
 
@@ -305,8 +306,11 @@ def _token_id(token: object, position: int, what: str) -> int:
     index = getattr(type(plain), "__index__", None)
     # An array of one value has __index__ too; inside a sequence it means nesting.
     if isinstance(plain, bool) or index is None or hasattr(plain, "__len__"):
+        hint = ""
+        if position == 0 and isinstance(token, (list, tuple)):
+            hint = ": for several prompts, call generate_many"
         raise TypeError(
             f"{what} must hold ints, got {type(token).__name__} ({shown(token)}) "
-            f"at position {position}"
+            f"at position {position}{hint}"
         )
     return int(index(plain))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,13 @@ if TYPE_CHECKING:
     from tszmq.client import Client
 
 __all__ = ["start_embedded"]
+
+# From 3.14 on annotations are evaluated when they are asked for, which may be impossible.
+_AS_WRITTEN: dict[str, Any] = {}
+if sys.version_info >= (3, 14):
+    from annotationlib import Format
+
+    _AS_WRITTEN["annotation_format"] = Format.STRING
 
 
 def start_embedded(kind: type[Client], engine_count: int, options: dict[str, Any]) -> Client:
@@ -32,7 +40,7 @@ def start_embedded(kind: type[Client], engine_count: int, options: dict[str, Any
         HandshakeTimeout: Not every engine connected in time.
     """
     given = ("endpoints", "engine_count")
-    names = inspect.signature(kind.bind).parameters
+    names = inspect.signature(kind.bind, **_AS_WRITTEN).parameters
     bind_names = [name for name in names if name[0] != "_" and name not in given]
     client_options = {name: options[name] for name in options if name in bind_names}
     engine_options = {name: options[name] for name in options if name not in bind_names}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 from tszmq.errors import InvalidRequest
@@ -101,7 +101,7 @@ def _each(params: object, total: int | None) -> Iterator[SamplingParams | None]:
     """
     if params is None or isinstance(params, SamplingParams):
         return itertools.repeat(params)
-    if isinstance(params, (str, bytes)) or not isinstance(params, Iterable):
+    if isinstance(params, (str, bytes, Mapping)) or not isinstance(params, Iterable):
         raise TypeError(
             "sampling_params must be SamplingParams, or an iterable with one for each prompt; "
             f"got {type(params).__name__}"

@@ -1320,3 +1320,10 @@ def test_an_error_of_the_callers_iter_is_the_callers(client_and_engines) -> None
 
     with pytest.raises(TypeError, match="mine"):
         client.generate_many(Broken())
+
+
+def test_the_window_is_twice_what_the_engines_run():
+    """TokenSpeed's register what their whole group runs, vLLM's each its own."""
+    for protocol in ("tokenspeed", "vllm"):
+        with tszmq.Client.embedded(2, protocol=protocol, max_num_seqs=3000) as client:
+            assert tszmq.bulk._window(client, None) == 2 * 2 * 3000

@@ -949,3 +949,15 @@ def test_what_a_closed_client_says_of_itself(client_and_engines):
 def test_options_that_cannot_be_used(options, text):
     with pytest.raises(TypeError, match=text):
         tszmq.Client.bind("tcp://127.0.0.1:*", **options)
+
+
+def test_a_bound_below_what_engines_register(client_and_engines):
+    """TokenSpeed's own limit may be lower than anything that it registers."""
+    client, [engine] = client_and_engines(max_request_tokens=100)
+    assert client.engines[0].max_model_len == 100
+    with pytest.raises(tszmq.InvalidRequest, match="takes at most 98"):
+        client.generate([1] * 99)
+    answer_one(client, engine)
+    for wrong, kind in ((0, tszmq.InvalidRequest), (1.5, TypeError), ("9", TypeError)):
+        with pytest.raises(kind, match="max_request_tokens"):
+            tszmq.Client.bind("tcp://127.0.0.1:*", max_request_tokens=wrong)

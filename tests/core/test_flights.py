@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.core.parts import Place, Waiter, engine_info, group, interrupt_everywhere, load
+from tszmq.core.places import Places
 from tszmq.core.request import ABORTED, End, Request
 from tszmq.errors import (
     ClientClosed,
@@ -1279,3 +1280,20 @@ def test_an_end_after_a_loss_is_an_error_where_the_wire_does_not_count() -> None
     assert caught.value.partial.token_ids == [5]
     assert other.end is None
     place.check()
+
+
+def test_a_long_queue_is_served_in_order():
+    """Thousands wait: each looks at few others."""
+    places, tickets = Places(1), [Waiter() for _ in range(5000)]
+    for ticket in tickets:
+        places.wait(ticket, mock.sentinel.request)
+    places.wait(tickets[0], mock.sentinel.request)  # keeps its place
+    for gone in tickets[1:10]:
+        places.leave(gone)
+    left = tickets[:1] + tickets[10:]
+    for ticket in left:
+        assert places.grant(0) == [ticket]
+        assert not places.has_one_for(left[-1], 1) or ticket is left[-1]
+        places.leave(ticket)
+    assert places.grant(0) == []
+    assert not places.waiting

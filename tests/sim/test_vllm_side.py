@@ -10,7 +10,6 @@ import pytest
 
 from tests.sim.raw_frontend import DEAD, pack, unpack, wait_until
 from tszmq.sim import EngineFault, Fleet, Scheduler, expected_logprobs, expected_tokens
-from tszmq.sim.msgpack_plain import Unreadable, read
 from tszmq.sim.options import EngineOptions
 from tszmq.sim.vllm import VllmSide
 from tszmq.sim.vllm_request import Unusable, read_add
@@ -393,32 +392,6 @@ def test_registration():
 
 
 READABLE = [name for name in VECTORS if name != "engine_core_dead"]
-
-
-@pytest.mark.parametrize("name", READABLE)
-def test_the_plain_reader_reads_what_the_codec_reads(name):
-    # A type byte, where there is one, is a frame of a single byte.
-    payload = next(frame for frame in frames(name) if len(frame) > 1)
-    wanted = unpack(payload)
-
-    def plain(value):
-        if isinstance(value, tuple):
-            return value[1]
-        if isinstance(value, list):
-            return [plain(item) for item in value]
-        if isinstance(value, dict):
-            return {key: plain(item) for key, item in value.items()}
-        return value
-
-    assert read(payload) == plain(wanted)
-
-
-@pytest.mark.parametrize(
-    "data", [b"", b"\xc1", b"\x01\x01", b"\x92\x01", b"\xa2a", b"\x81\x90\x01"]
-)
-def test_the_plain_reader_refuses(data):
-    with pytest.raises(Unreadable):
-        read(data)
 
 
 @pytest.mark.embedded

@@ -3,7 +3,7 @@ served."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 
 from tszmq.core.request import Request, Wakeable
 
@@ -25,7 +25,7 @@ class Places:
 
     def __init__(self, most: int | None) -> None:
         self._most = most
-        self._queue: deque[Wakeable] = deque()
+        self._queue: OrderedDict[Wakeable, None] = OrderedDict()  # a dict is slow to empty
         self._granted: set[Wakeable] = set()  # woken to take one
         self.waiting: dict[Wakeable, Request] = {}
 
@@ -38,16 +38,14 @@ class Places:
     def wait(self, ticket: Wakeable, request: Request) -> None:
         """Queue, if it does not yet."""
         self.waiting[ticket] = request
-        if ticket not in self._queue:
-            self._queue.append(ticket)
+        self._queue[ticket] = None  # one that is there keeps its place
 
     def leave(self, ticket: Wakeable) -> None:
         """It has its place, or wants none."""
         if self._most is None:
             return
         self._granted.discard(ticket)
-        if ticket in self._queue:
-            self._queue.remove(ticket)
+        self._queue.pop(ticket, None)
         self.waiting.pop(ticket, None)
 
     def grant(self, taken: int) -> list[Wakeable]:
@@ -57,9 +55,9 @@ class Places:
             return granted
         while self._queue and taken + len(self._granted) < self._most:
             # Never in neither.
-            ticket = self._queue[0]
+            ticket = next(iter(self._queue))
             self._granted.add(ticket)
-            self._queue.popleft()
+            del self._queue[ticket]
             granted.append(ticket)
         return granted
 

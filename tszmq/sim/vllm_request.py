@@ -10,7 +10,6 @@ import attrs
 
 from tszmq.codec import unpack
 from tszmq.errors import DecodeError
-from tszmq.sim.msgpack_plain import Unreadable, read
 
 __all__ = ["Ask", "Unusable", "read_add", "unpack_any"]
 
@@ -40,12 +39,8 @@ def unpack_any(payload: bytes) -> Any:
         Unusable: It is not one.
     """
     try:
-        return unpack(payload, ext_hook=lambda _, data: data)
-    except DecodeError:
-        pass
-    try:
-        return read(payload)
-    except Unreadable as exc:
+        return unpack(payload, ext_hook=lambda _, data: data, int_keys=True)
+    except DecodeError as exc:
         raise Unusable(str(exc)) from exc
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from tszmq.checks import shown
@@ -31,6 +32,7 @@ _OTHERS = ("choice", "json_object")
 _BACKENDS = ("xgrammar", "guidance", "outlines", "lm-format-enforcer")
 # Levels of arrays and objects; a structural tag has some of its own around its schemas.
 _MAX_LEVELS = {"json": 64, "structural_tag": 80}
+_REMEMBERED = 16  # texts: the requests of a batch mostly have the same, which takes long to read
 
 
 def structured_outputs(params: SamplingParams) -> dict[str, Any] | None:
@@ -58,19 +60,22 @@ def structured_outputs(params: SamplingParams) -> dict[str, Any] | None:
             "structured_outputs must have one constraint (json_schema, regex, ebnf, "
             f"structural_tag, or in extra choice or json_object), got {kinds or 'none'}"
         )
-    document = _check_grammar(kinds[0], constraint[kinds[0]])
+    [kind] = kinds
+    _check_grammar(kind, constraint[kind])
     if constraint.get("_backend") is None:
-        constraint["_backend"] = _backend_for(document if kinds[0] == "json" else None)
+        constraint["_backend"] = _backend_for(constraint[kind]) if kind == "json" else "xgrammar"
     return constraint
 
 
-def _backend_for(schema: object) -> str:
-    """What an engine's "auto" takes; which backend it was started with is not in its
+@lru_cache(_REMEMBERED)
+def _backend_for(text: str) -> str:
+    """What an engine's "auto" takes for a schema; which backend it was started with is not in its
     registration.
 
     Raises:
-        UnsupportedField: No backend is known to heed all of a schema.
+        UnsupportedField: No backend is known to heed all of it.
     """
+    schema = json.loads(text)
     ignored = beyond_xgrammar(schema)
     if ignored is None:
         return "xgrammar"
@@ -124,19 +129,19 @@ _OPTIONS: dict[str, Any] = {
 }
 
 
-def _check_grammar(kind: str, grammar: object) -> object:
-    """Returns what it holds, where it is JSON."""
+def _check_grammar(kind: str, grammar: object) -> None:
     name = _NEUTRAL_OF.get(kind, kind)
     if kind == "regex":
         if "\x00" in str(grammar):
             raise InvalidRequest(f"regex must not have a NUL character, got {shown(grammar)}")
     elif isinstance(grammar, str) and not grammar.strip():
         raise InvalidRequest(f"{name} must not be empty, got {shown(grammar)}")
-    return _check_json(name, str(grammar), _MAX_LEVELS[kind]) if kind in _MAX_LEVELS else None
+    if kind in _MAX_LEVELS:
+        _check_json(name, str(grammar), _MAX_LEVELS[kind])
 
 
-def _check_json(name: str, text: str, max_levels: int) -> object:
-    document = None
+@lru_cache(_REMEMBERED)
+def _check_json(name: str, text: str, max_levels: int) -> None:
     try:
         document = json.loads(text)
         levels = _levels(document, max_levels)
@@ -149,7 +154,6 @@ def _check_json(name: str, text: str, max_levels: int) -> object:
             f"{name} must not nest more than {max_levels} levels of arrays and objects: the "
             "engine's grammar compiler takes too long, or crashes"
         )
-    return document
 
 
 def _levels(document: object, limit: int) -> int:
