@@ -353,7 +353,7 @@ BY_TESTS = [
         (
             Patch(
                 "ownership.py",
-                '        "__enter__": entries.__next__,\n',
+                '        "__enter__": _enter(entries),\n',
                 '        "__enter__": lambda _: next(entries),\n',
             ),
         ),
@@ -361,3 +361,5 @@ BY_TESTS = [
         "call",
     ),
 ]
+if sys.version_info[:2] == (3, 14):  # its guards do so, and its test is left out
+    BY_TESTS.pop()
