@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, overload
 
-from tszmq.checks import shown, whole_number
+from tszmq.checks import engines_listed, shown, whole_number
 from tszmq.core.calls import Call
 from tszmq.errors import (
     DeadlineExceeded,
@@ -110,8 +110,7 @@ class EngineCalls:
             return calls
         if engine_index is not None and engine_index not in known:
             raise InvalidRank(
-                f"no engine has the index {shown(engine_index)}; there are "
-                f"{', '.join(map(str, known)) or 'none'}"
+                f"no engine has the index {shown(engine_index)}; {engines_listed(known)}"
             )
         who = "every engine is" if engine_index is None else f"engine {engine_index} is"
         raise EngineDead(

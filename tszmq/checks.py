@@ -34,6 +34,11 @@ def shown(value: object) -> str:
     return words if len(words) <= _SHOWN_CHARS else f"{words[: _SHOWN_CHARS - 3]}..."
 
 
+def engines_listed(indices: Iterable[int]) -> str:
+    """For an error about an index that none of them has."""
+    return f"the engines are: {', '.join(map(str, sorted(indices))) or 'none'}"
+
+
 def _plain(value: Any) -> Any:
     """The Python number in a numpy or torch scalar or an enum; anything else as it is."""
     item = getattr(value, "item", None)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
 from tszmq.bound import CLOSE_SECONDS, BoundClient
 from tszmq.calls import EngineCalls
-from tszmq.checks import shown, whole_number
+from tszmq.checks import engines_listed, shown, whole_number
 from tszmq.core.endings import deadline_passed
 from tszmq.core.flights import Flights
 from tszmq.core.policy import Policy
@@ -385,8 +385,7 @@ class Client(BulkCalls, EngineCalls):
             indices = sorted(flights.engines)
         if engine_index not in indices:
             raise InvalidRank(
-                f"no engine has the index {shown(engine_index)}; there are "
-                f"{', '.join(map(str, indices)) or 'none'}"
+                f"no engine has the index {shown(engine_index)}; {engines_listed(indices)}"
             )
         return state
 

@@ -62,7 +62,10 @@ def start_embedded(kind: type[Client], engine_count: int, options: dict[str, Any
         **client_options,
     )
     try:
-        fleet.start(bound.endpoints.handshake)
+        try:
+            fleet.start(bound.endpoints.handshake)
+        except OSError as error:
+            raise ConnectError(f"an engine's process cannot be started: {error}") from error
         bound._look = partial(_require_alive, fleet, engine_options.get("first_index", 0))
         client = bound.connect()
     except BaseException:

@@ -263,6 +263,8 @@ class EngineInfo:
         kv_cache_size_tokens: Tokens that the KV cache holds, or None when not said.
         registration: Every key of the registration, as it came.
         lockstep: It steps together with the other ranks of its group, and dies with them.
+        incarnation: Counts the registrations of a client's engines: another number is another
+            process, which has neither the weights nor the pause or sleep of the one before.
     """
 
     engine_index: int
@@ -284,6 +286,7 @@ class EngineInfo:
     # Equal ones hash alike without this, which is a mapping.
     registration: Mapping[str, Any] = attrs.field(factory=dict, repr=False, hash=False)
     lockstep: bool = False
+    incarnation: int = 0
 
 
 @attrs.frozen

@@ -163,7 +163,7 @@ def test_calls_of_engines_that_cannot_be():
             check_refused(
                 lambda number=number: client.is_sleeping(engine_index=number),
                 tszmq.InvalidRank,
-                "there are 0",
+                "the engines are: 0",
             )
         several: Any = [UNPRINTABLE]
         check_refused(lambda: client.is_sleeping(engine_index=several), TypeError, "engine_index")

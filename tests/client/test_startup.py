@@ -22,6 +22,8 @@ from tests.client_fixtures import answer_one
 from tests.mock_engine import PATIENCE, UNIT, MockEngine, eventually, in_thread, stays_true
 from tszmq import Client, Endpoints
 from tszmq.bound import BoundClient
+from tszmq.net.addresses import has_only_ipv6
+from tszmq.sim import Fleet
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -830,7 +832,7 @@ path = sys.argv[1]
 tszmq.Client.bind(f"ipc://{path}/first.sock").close()
 used = max(map(int, os.listdir("/proc/self/fd"))) + 1
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-for spare in (0, 3, 6, 12):
+for spare in (0, 3, 6, 12, 26):
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + spare, hard))
     try:
         tszmq.Client.bind(f"ipc://{path}/second.sock").close()
@@ -842,10 +844,39 @@ print("bound")
 """
 
 
+EXHAUSTED = """
+import logging, os, resource, sys, threading, time
+import tszmq
+from tszmq.sim import Fleet
+
+logging.basicConfig(format="%(message)s")
+bound = tszmq.Client.bind("tcp://127.0.0.1:*")
+fleet = Fleet(1)
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+used = max(map(int, os.listdir("/proc/self/fd"))) + 1
+fleet.start(bound.endpoints.handshake)
+left = len(os.listdir("/proc/self/fd")) + 2
+resource.setrlimit(resource.RLIMIT_NOFILE, (left, hard))
+held = threading.Timer(float(sys.argv[1]), resource.setrlimit,
+                       (resource.RLIMIT_NOFILE, (used + 200, hard)))
+held.start()
+with bound.connect(timeout=30) as client:
+    print(client.generate([1]).finish_reason)
+fleet.terminate()
+"""
+
+
+def test_an_engine_waits_for_descriptors(run_script):
+    """Its connections to ipc addresses would end the process inside libzmq."""
+    result = run_script(EXHAUSTED, str(1.5 * UNIT))
+    assert result.output.splitlines() == ["length"], result
+    assert "hardly a file descriptor is free" in result.errors, result
+
+
 def test_few_descriptors_are_a_clear_error(run_script, short_dir):
     """And do not end the process, as they would inside libzmq."""
     result = run_script(FEW_DESCRIPTORS, str(short_dir))
-    assert result.output.splitlines() == ["refused True"] * 4 + ["bound"], result
+    assert result.output.splitlines() == ["refused True"] * 5 + ["bound"], result
 
 
 def test_a_signal_anywhere_in_connect_leaves_the_claim():
@@ -891,3 +922,49 @@ def test_somebody_who_waits_is_told_once_that_it_takes_long(monkeypatch, caplog)
     assert levels[0] == logging.INFO
     assert levels.count(logging.WARNING) == 1
     assert len(levels) > 3
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
+def test_engines_that_come_over_ipv6():
+    """By an address, or by a name that has no other."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as probe:
+        probe.bind(("::1", 0))
+        with Client.bind("tcp://[::1]:*") as bound, Fleet(1) as engines:
+            engines.start(bound.endpoints.handshake)
+            with bound.connect(PATIENCE) as client:
+                assert client.generate([1]).finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ([socket.AF_INET6], True),
+        ([socket.AF_INET, socket.AF_INET6], False),
+        ([socket.AF_INET], False),
+        (socket.gaierror("no such name"), False),
+    ],
+)
+def test_a_name_without_an_ipv4_address(monkeypatch, found, expected):
+    def look_up(host, port):
+        if isinstance(found, Exception):
+            raise found
+        return [(family, 1, 6, "", ()) for family in found]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    assert has_only_ipv6("name") is expected
+
+
+def test_a_restarted_engine_is_another_one():
+    with Client.embedded(2) as client:
+        first = client.engines
+        client.fleet.restart(1)
+        eventually(lambda: client.engines[1].incarnation != first[1].incarnation)
+        eventually(lambda: all_alive(client))
+        assert client.engines[0] == first[0]
+        assert client.engines[1] != first[1]
+
+
+def test_an_engine_that_cannot_be_started(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(tszmq.ConnectError, match="cannot be started"):
+        Client.embedded(1)

@@ -211,7 +211,7 @@ def test_a_pin_on_nobody_names_who_there_is_and_takes_nothing(pin):
     state = RoutingState()
     state.add_engine(3)
     state.add_engine(5)
-    with pytest.raises(InvalidRank, match=rf"data_parallel_rank={pin} .*there are 3, 5"):
+    with pytest.raises(InvalidRank, match=rf"data_parallel_rank={pin} .*the engines are: 3, 5"):
         state.reserve("r", 1, pinned=pin)
     assert state.inflight(3) == state.inflight(5) == 0
     assert next_choices(state, 2) == [3, 5]

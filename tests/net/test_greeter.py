@@ -45,7 +45,7 @@ def greeter(router: Router, startup: Startup) -> Greeter:
         {},
         Connections(),
         lambda fd: True,
-        before_init=lambda _: None,
+        before_init=lambda _: True,
     )
 
 

@@ -90,6 +90,7 @@ class Flights:
         self._epochs += 1
         index = info.engine_index
         self.routing.add_engine(index)
+        info = attrs.evolve(info, incarnation=self._epochs)
         self.engines[index] = EngineRecord(info, self._epochs, self._wire_ids.new(), now, now)
         self._rows.setdefault(index, Rows([], []))
         self._find_narrowest()

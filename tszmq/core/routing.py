@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from tszmq.checks import shown
+from tszmq.checks import engines_listed, shown
 from tszmq.core.policy import LeastLoaded, Policy, RequestView
 from tszmq.errors import EngineDead, InvalidRank
 from tszmq.types import EngineLoad
@@ -196,7 +196,7 @@ class RoutingState:
         if engine is None:
             raise InvalidRank(
                 f"data_parallel_rank={shown(pinned)} names no engine of this client; "
-                f"there are {', '.join(map(str, sorted(self._engines))) or 'none'}"
+                f"{engines_listed(self._engines)}"
             )
         if not engine.alive:
             raise EngineDead(

@@ -43,6 +43,16 @@ def tcp_host(address: str) -> str:
     return address[len("tcp://") :].rpartition(":")[0].strip("[]")
 
 
+def has_only_ipv6(host: str) -> bool:
+    """Whether none of a host's addresses is of IPv4, which is all that libzmq looks for unless told
+    otherwise."""
+    try:
+        found = socket.getaddrinfo(host, None)
+    except OSError:  # "*", or a network interface
+        return False
+    return {family for family, *_ in found} == {socket.AF_INET6}
+
+
 def is_wildcard(host: str) -> bool:
     """Whether a host stands for every address of the machine."""
     return host in ("0.0.0.0", "::", "*")

@@ -47,7 +47,7 @@ from tszmq.net.peers import CLOSED, Connections, peer_pid
 from tszmq.net.sender import Link, Sender
 from tszmq.net.shared import Readiness, Shared, wake_all
 from tszmq.net.silence import SilenceWatch
-from tszmq.net.sockets import NOWHERE, WAKE, Sockets, source_fd
+from tszmq.net.sockets import NOWHERE, WAKE, Sockets, free_descriptors, source_fd
 from tszmq.net.timers import Timers
 from tszmq.types import EngineInfo
 from tszmq.wire.startup import engine_index
@@ -71,6 +71,9 @@ _JOIN_SECONDS = 5.0
 _BLOCKED_POLL_MS = 5
 _LONGEST_POLL = 3600.0
 _MESSAGES_A_TURN = 1000
+# libzmq ends the process when an engine dials an ipc address and no descriptor is free.
+_FEWEST_DESCRIPTORS = 6
+_DESCRIPTORS_SECONDS = 1.0  # until that is looked at again
 
 
 @attrs.frozen
@@ -108,7 +111,10 @@ def run_control(
                 control.say_goodbye()
             _take_down(sockets, own, shared)
             for step in on_closed:
-                step()
+                try:
+                    step()
+                except Exception:
+                    log.exception("tszmq: a step after the client's end failed")
         finally:
             shared.ended.set()
 
@@ -164,6 +170,7 @@ class _Control:
         self._startup = startup
         self._input = own.input
         self._connections = Connections()
+        self._held: set[int] = set()  # engines that wait for their INIT
         self._greeter = Greeter(
             own.handshake,
             startup,
@@ -342,8 +349,17 @@ class _Control:
         """Only while an engine is on its way may one that dials in take an identity in use."""
         self._input.setsockopt(zmq.ROUTER_HANDOVER, int(self._startup.pending()))
 
-    def _invite(self, index: int) -> None:
-        """An engine is about to be told where to dial."""
+    def _invite(self, index: int) -> bool:
+        """An engine is about to be told where to dial; False when it has to wait for that."""
+        if free_descriptors() < _FEWEST_DESCRIPTORS:
+            if not self._held:
+                self._at(_DESCRIPTORS_SECONDS, self._invite_held)
+                self._greeter.warn(
+                    f"hardly a file descriptor is free (ulimit -n): engine {index} is told where "
+                    "to dial when there are some"
+                )
+            self._held.add(index)
+            return False
         where = self._sockets.endpoints
         gone = {f"ipc://{path}" for path in self._sockets.files.missing()}
         gone &= {where.input, where.output}
@@ -355,6 +371,13 @@ class _Control:
             )
         self._outputs.invite(index)
         self._allow_takeovers()
+        return True
+
+    def _invite_held(self) -> None:
+        held, self._held = self._held, set()
+        for index in sorted(held):
+            if self._startup.is_greeted(index):  # not gone meanwhile
+                self._greeter.send_init(index)
 
     def _publish_readiness(self) -> None:
         self._allow_takeovers()

@@ -41,7 +41,8 @@ class Greeter:
         parallel_config: For INIT.
         connections: Gives them numbers.
         is_open: Whether this socket has a connection at a descriptor now.
-        before_init: Called before an INIT is sent to an engine, which then dials in.
+        before_init: Called before an INIT is sent to an engine, which then dials in. False: not
+            now; ``send_init`` is called again.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Greeter:
         parallel_config: Mapping[str, Any],
         connections: Connections,
         is_open: Callable[[int], bool],
-        before_init: Callable[[int], object],
+        before_init: Callable[[int], bool],
     ) -> None:
         self.socket = socket
         self._before_init = before_init
@@ -146,7 +147,8 @@ class Greeter:
             self._address_for(index, self._endpoints.output or ""),
             self._parallel_config,
         )
-        self._before_init(index)
+        if not self._before_init(index):
+            return
         try:
             self.socket.send_multipart([engine_identity(index), init], zmq.NOBLOCK)
         except zmq.ZMQError as error:

@@ -90,7 +90,9 @@ class Session:
         _require_real_threads()
         startup = Startup(engine_count)
         with binding_alone(endpoints):
-            sockets = bind_sockets(endpoints, max_message_bytes, settings.send_timeout)
+            sockets = bind_sockets(
+                endpoints, max_message_bytes, settings.send_timeout, engine_count
+            )
         mailbox = None
         try:
             self.endpoints = sockets.endpoints

@@ -20,6 +20,7 @@ Options and why:
 from __future__ import annotations
 
 import errno
+import math
 import os
 import resource
 import threading
@@ -30,12 +31,29 @@ import attrs
 import zmq
 
 from tszmq.errors import ConnectError, LockOrderError
-from tszmq.net.addresses import IpcFiles, claim_ipc_path, ipc_path, is_loopback, is_tcp, tcp_host
+from tszmq.net.addresses import (
+    IpcFiles,
+    claim_ipc_path,
+    has_only_ipv6,
+    ipc_path,
+    is_loopback,
+    is_tcp,
+    tcp_host,
+)
 from tszmq.net.monitors import Monitor
 from tszmq.ownership import CHECKED
 from tszmq.types import Endpoints
 
-__all__ = ["NOWHERE", "WAKE", "CheckedSocket", "Owned", "Sockets", "bind_sockets", "source_fd"]
+__all__ = [
+    "NOWHERE",
+    "WAKE",
+    "CheckedSocket",
+    "Owned",
+    "Sockets",
+    "bind_sockets",
+    "free_descriptors",
+    "source_fd",
+]
 
 T = TypeVar("T")
 
@@ -45,7 +63,8 @@ _UNDO_SECONDS = 1.0
 _LOST_MS = 25_000
 """Until a host that acknowledges nothing is gone: what keep-alive comes to on idle connections."""
 _LONGEST_SEND = 1e6  # seconds; the option is an int of 32 bits
-_DESCRIPTORS = 24
+_DESCRIPTORS = 24  # of a client's own
+_DESCRIPTORS_EACH = 3  # of an engine's connections
 _STARTUP_MESSAGES = 16
 _STARTUP_BYTES = 1 << 20
 """Engines say one or two things on each ROUTER, of some hundred bytes."""
@@ -201,7 +220,7 @@ class _Binder:
         return monitor
 
     def _prepare_tcp(self, bound: zmq.Socket[bytes], address: str) -> None:
-        if ":" in tcp_host(address):
+        if has_only_ipv6(tcp_host(address)):
             bound.setsockopt(zmq.IPV6, 1)
         for option, value in (
             (zmq.TCP_KEEPALIVE, 1),
@@ -235,7 +254,10 @@ class _Binder:
 
 
 def bind_sockets(
-    endpoints: Endpoints, max_message_bytes: int, send_timeout: float = 0.0
+    endpoints: Endpoints,
+    max_message_bytes: int,
+    send_timeout: float = 0.0,
+    engine_count: int = 1,
 ) -> Sockets:
     """Bind input and output, then the handshake: whoever dials in finds all three.
 
@@ -243,11 +265,12 @@ def bind_sockets(
         endpoints: Validated by ``check_endpoints``.
         max_message_bytes: What no single frame may exceed.
         send_timeout: Seconds that an engine may leave what it is sent unread.
+        engine_count: Engines that will come.
 
     Raises:
         ConnectError: An address cannot be bound; nothing stays bound.
     """
-    _require_descriptors()
+    _require_descriptors(_DESCRIPTORS + _DESCRIPTORS_EACH * engine_count)
     binder = _Binder(max_message_bytes, send_timeout)
     try:
         output, output_address = binder.bind(
@@ -284,23 +307,29 @@ def bind_sockets(
     )
 
 
-def _require_descriptors() -> None:
-    """libzmq ends the process when it finds none for its own threads.
+def free_descriptors() -> float:
+    """How many files this process may still open; infinite where nothing tells."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return math.inf
+    try:
+        return limit - len(os.listdir("/dev/fd"))
+    except OSError as error:  # else this system has no such list
+        return 0 if error.errno in (errno.EMFILE, errno.ENFILE) else math.inf
+
+
+def _require_descriptors(needed: int) -> None:
+    """libzmq ends the process when it finds none for its own threads, or for a connection to an
+    ipc address (zeromq/libzmq issue 1306).
 
     Raises:
         ConnectError: There are too few.
     """
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        used = len(os.listdir("/dev/fd"))
-    except OSError as error:
-        if error.errno not in (errno.EMFILE, errno.ENFILE):
-            return  # this system has no such list
-        used = limit
-    if limit != resource.RLIM_INFINITY and limit - used < _DESCRIPTORS:
+    free = free_descriptors()
+    if free < needed:
         raise ConnectError(
-            f"a client takes about {_DESCRIPTORS} file descriptors, and {used} of {limit} are in "
-            "use: close some, or raise the limit (ulimit -n)"
+            f"a client and its engines' connections take about {needed} file descriptors, and "
+            f"{free} are free: close some, or raise the limit (ulimit -n)"
         )
 
 

@@ -152,6 +152,7 @@ class Link:
     def _dealer(self, address: str, bounded: bool = True) -> zmq.Socket[bytes]:
         sock = self._socket(zmq.DEALER, bounded)
         sock.setsockopt(zmq.IDENTITY, self._identity)
+        sock.setsockopt(zmq.IPV6, "[" in address)
         sock.connect(address)
         return sock
 
@@ -174,6 +175,7 @@ class Link:
     def open_output(self, address: str, *, bounded: bool = True) -> None:
         """Connect the output socket; ``bounded``: a frontend that does not read stops us."""
         self._output = self._socket(zmq.PUSH, bounded)
+        self._output.setsockopt(zmq.IPV6, "[" in address)
         self._output.connect(address)
 
     def hang_up(self) -> None:
