@@ -351,7 +351,7 @@ class Client(BulkCalls, EngineCalls):
         """Whether the client is open and at least one engine alive."""
         self._session.check_process()
         with self._session.shared.state as flights:
-            return flights.closed is None and bool(flights.routing.alive_indices())
+            return flights.closed is None and bool(flights.alive_indices())
 
     def health(self) -> dict[int, EngineHealth]:
         """How each engine is doing, by index; no engine is asked."""

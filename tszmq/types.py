@@ -295,7 +295,8 @@ class EngineHealth:
 
     Attributes:
         engine_index: The engine.
-        connected: Registered and not known to be dead.
+        connected: Registered, not known to be dead, and gets requests: not one that has lost its
+            output connection and may make another.
         inflight: Our unfinished requests there.
         last_output: Seconds since its last readable output (since its registration, before
             the first).

@@ -317,7 +317,7 @@ def neutral(draw: st.DrawFn, extra: dict[str, st.SearchStrategy[Any]]) -> Sampli
     }
     named = draw(grammar)
     if named is not None:
-        values[named] = draw(texts)
+        values[named] = draw(texts.filter(lambda text: "\0" not in text))
     return SamplingParams(**values)
 
 

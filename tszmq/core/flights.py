@@ -122,10 +122,9 @@ class Flights:
             self.routing.resume_engine(index)
 
     def infos(self) -> list[EngineInfo]:
-        """Every engine's registration, in order; alive are those that get new requests."""
-        serves = self.routing.is_alive if self.closed is None else lambda _: False
+        """Every engine's registration, in order."""
         infos = [self.engines[index].info for index in sorted(self.engines)]
-        return [attrs.evolve(info, alive=serves(info.engine_index)) for info in infos]
+        return [attrs.evolve(i, alive=False) for i in infos] if self.closed else infos
 
     def alive_indices(self) -> list[int]:
         """Engines that are not dead or dying, in order; they may have no output connection now."""
