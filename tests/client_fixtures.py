@@ -55,6 +55,9 @@ class ClientAndEngines:
         if not auto:
             for each in engines:
                 each.hello()
+            if not process:  # nobody's connections are older than somebody's INIT
+                for each in engines:
+                    eventually(each.has_init)
             for each in engines:
                 each.finish_connect()
         client = connecting.result(PATIENCE)

@@ -140,7 +140,7 @@ def test_an_init_always_has_both_addresses() -> None:
 
 REGISTRATIONS = vectors("WireEngineCoreReadyResponse") + of_vllm("EngineCoreReadyResponse")
 RENAMED = {"engine_version": "vllm_version"}
-OURS = {"engine_index", "alive", "registration", "lockstep"}
+OURS = {"engine_index", "alive", "registration", "lockstep", "incarnation"}
 
 
 @pytest.mark.parametrize("vector", REGISTRATIONS, ids=lambda vector: vector["name"])
