@@ -65,9 +65,10 @@ class Client(BulkCalls, EngineCalls):
             TokenSpeed reads between two steps only: longer than its longest one.
         max_message_bytes: What no message of an engine may exceed. One that does is dropped, and
             what waits for output of that engine fails with ``DecodeError``.
-        max_request_tokens: Longest prompt and output together, tokens, where that is less than the
-            engines register: TokenSpeed's may with speculative decoding or a hybrid model, and
-            end over a prompt that is too long for their cache. None: as they register.
+        max_request_tokens: What the engines' ``max_model_len`` is taken as where they register
+            more: a longer prompt is refused. For TokenSpeed's with speculative decoding or a
+            hybrid model, which take less than they register and end over more. None: as they
+            register.
         allow_remote: Bind tcp to other than loopback. The wire has no authentication.
         policy: How engines are chosen: ``LeastLoaded()``, the default, ``RoundRobin()``,
             ``RandomOfTwo()`` of ``tszmq.core.policy``, or one of the caller's.

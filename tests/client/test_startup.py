@@ -942,6 +942,7 @@ def test_engines_that_come_over_ipv6():
         ([socket.AF_INET, socket.AF_INET6], False),
         ([socket.AF_INET], False),
         (socket.gaierror("no such name"), False),
+        (UnicodeError("label empty or too long"), False),
     ],
 )
 def test_a_name_without_an_ipv4_address(monkeypatch, found, expected):

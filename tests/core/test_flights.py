@@ -529,7 +529,7 @@ def test_an_error_after_tokens_hands_them_over(detail):
 
 
 def test_an_engine_that_cannot_answer_is_not_called_connected():
-    """Until it can again; what went wrong stays on record. It is not dead."""
+    """Until it can again. It is not dead, and may die of something else."""
     place = Place(2)
     assert place.flights.mute(0)
     assert not place.flights.mute(0)
@@ -538,6 +538,8 @@ def test_an_engine_that_cannot_answer_is_not_called_connected():
     assert [health[0].connected, health[1].connected] == [False, True]
     assert "output connection" in health[0].first_error
     place.flights.unmute(0)
+    assert place.flights.health(1.0)[0].first_error is None
+    assert place.flights.engines[0].first_error is None
     assert place.flights.health(1.0)[0].connected
 
 
@@ -751,6 +753,25 @@ def test_versions_of_the_weights_are_told_with_their_tokens():
     assert first.result().weight_versions == [("a", 0, 2), ("b", 2, 5), ("d", 5, 6)]
     assert second.result().weight_versions == [("c", 0, 1), ("b", 1, 3)]
     assert late.result().weight_versions == [("b", 0, 1), ("d", 1, 3)]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_request_that_comes_back_knows_its_versions(alone):
+    """It was preempted while the weights changed; or came in a batch by itself."""
+    place = Place()
+    others, request = [place.admit() for _ in range(20)], place.admit()
+    place.apply(*[(other, [1]) for other in others], (request, [1]), weight_version="a")
+    place.apply(*[(other, [2]) for other in others], weight_version="b")
+    if alone:
+        place.apply((request, [2]), weight_version="c")
+    rest = [(other, [3]) for other in others]
+    place.apply(*rest, (request, [5]), weight_version="b")
+    place.apply((request, [], "stop"), (others[0], [], "stop"), weight_version="b")
+    middle = [("c", 1, 2)] if alone else []
+    start = 2 if alone else 1
+    stop = start + 1
+    assert request.result().weight_versions == [("a", 0, 1), *middle, ("b", start, stop)]
+    assert others[0].result().weight_versions == [("a", 0, 1), ("b", 1, 3)]
 
 
 def test_no_versions_where_the_wire_has_none():

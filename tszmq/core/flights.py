@@ -111,8 +111,6 @@ class Flights:
         """No new requests for an engine that cannot answer now, until ``unmute``; False when that
         was so before."""
         was_served = self.routing.is_alive(index)
-        record = self.engines[index]
-        record.first_error = record.first_error or "it lost its output connection"
         self.routing.suspend_engine(index)
         return was_served
 
@@ -175,10 +173,15 @@ class Flights:
                 connected=self.routing.is_alive(index) and self.closed is None,
                 inflight=self.routing.inflight(index),
                 last_output=now - record.last_output,
-                first_error=record.first_error,
+                first_error=record.first_error or self._muted(index, record),
             )
             for index, record in sorted(self.engines.items())
         }
+
+    def _muted(self, index: int, record: EngineRecord) -> str | None:
+        """Why an engine that is not dead gets no requests."""
+        gets_none = record.info.alive and not self.routing.is_alive(index)
+        return "it lost its output connection" if gets_none else None
 
     # -- admission and release
 

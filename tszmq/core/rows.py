@@ -171,6 +171,8 @@ class Rows:
             self.spill()
         self._steps.join(arrays)
         self.ids = ids
+        if any(request.first is not None for request in joined):
+            self._version = None  # one that comes back may know another
         self.requests += joined
         self.arrays += arrays
         self.unstarted += range(count, len(ids))
@@ -214,6 +216,7 @@ class Rows:
         if not self._distinct.isdisjoint(ids):
             self.spill()
             self._steps.forget()
+            self._version = None
 
     def start(self, now: float, cached_tokens: Sequence[int] | None) -> list[Request]:
         """Those whose first token has come with this batch.

@@ -48,7 +48,7 @@ def has_only_ipv6(host: str) -> bool:
     otherwise."""
     try:
         found = socket.getaddrinfo(host, None)
-    except OSError:  # "*", or a network interface
+    except (OSError, ValueError):  # "*", a network interface, or no name at all
         return False
     return {family for family, *_ in found} == {socket.AF_INET6}
 

@@ -374,6 +374,9 @@ class _Control:
         return True
 
     def _invite_held(self) -> None:
+        if free_descriptors() < _FEWEST_DESCRIPTORS:
+            self._at(_DESCRIPTORS_SECONDS, self._invite_held)
+            return
         held, self._held = self._held, set()
         for index in sorted(held):
             if self._startup.is_greeted(index):  # not gone meanwhile
