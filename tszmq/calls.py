@@ -168,8 +168,9 @@ class EngineCalls:
         """Take no requests for a weight update: what comes meanwhile is ``EnginePaused``.
 
         ``mode``: what becomes of running requests (``"abort"``, ``"wait"``, ``"keep"``). A rank of
-        a lockstep group pauses when all do: a call for it alone waits. Engines of 0.26 have
-        ``utility("pause_scheduler", mode, clear_cache)`` instead.
+        a lockstep group pauses when all do: a call for it alone waits. Engines before 0.33 have
+        ``utility("pause_scheduler", mode, clear_cache)`` instead, and keep what comes meanwhile
+        until ``resume``.
         """
         return self.utility(
             "pause_generation", mode, clear_cache, engine_index=engine_index, timeout=timeout

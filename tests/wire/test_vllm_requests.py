@@ -332,6 +332,20 @@ def test_grammars(params: dict[str, Any], wire: dict[str, Any]) -> None:
     assert {key: seen[key] for key in wire} == wire
 
 
+@pytest.mark.parametrize("version", ["0.26.0", "0.32.1"])
+def test_a_choice_is_a_grammar_where_xgrammar_knows_none(version: str) -> None:
+    """Such an engine refuses every choice, and gives no reason."""
+    given = {"choice": ["yes", 'a "quoted" \\', ""]}
+    params = SamplingParams(extra={"structured_outputs": given})
+    seen = engine_view(add(params, engine_version=version))["sampling_params"]
+    outputs = seen["structured_outputs"]
+    assert outputs["choice"] is None
+    assert outputs["grammar"] == 'root ::= "yes" | "a \\"quoted\\" \\\\" | ""'
+    named = SamplingParams(extra={"structured_outputs": {**given, "_backend": "outlines"}})
+    seen = engine_view(add(named, engine_version=version))["sampling_params"]
+    assert seen["structured_outputs"]["choice"] == given["choice"]
+
+
 def test_the_grammar_backend_can_be_named() -> None:
     params = SamplingParams(regex="a", extra={"structured_outputs": {"_backend": "guidance"}})
     assert sampling(params)["structured_outputs"]["_backend"] == "guidance"

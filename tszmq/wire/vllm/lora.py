@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ from tszmq.checks import shown
 from tszmq.errors import InvalidRequest, UnsupportedField
 from tszmq.types import EngineInfo
 from tszmq.wire.described import is_text
+from tszmq.wire.vllm.releases import release_of
 
 __all__ = ["lora_array"]
 
@@ -29,10 +29,9 @@ _NAMES = {
 _POSITIONAL = ("name", "id", "path")
 _FLAGS = ("load_inplace", "is_3d_lora_weight")
 
-# 0.26 has tensorizer_config_dict before the flags, 0.33 has not. A flag in the wrong place ends
-# the engine's input thread, and in which release between them it went is not known here.
-_LAST_WITH_SEVEN = (0, 26)
-_FIRST_WITH_SIX = (0, 33)
+# Earlier ones have tensorizer_config_dict before the flags (0.22 to 0.33 were looked at). A flag in
+# the wrong place ends the engine's input thread.
+_FIRST_WITH_SIX = (0, 32)
 
 
 def lora_array(value: object, engine: EngineInfo) -> list[Any] | None:
@@ -65,16 +64,13 @@ def lora_array(value: object, engine: EngineInfo) -> list[Any] | None:
 
 
 def _between(engine: EngineInfo) -> list[None]:
-    numbers = re.match(r"v?(\d+)\.(\d+)", engine.engine_version)
-    version = (int(numbers[1]), int(numbers[2])) if numbers else None
-    if version is not None and version <= _LAST_WITH_SEVEN:
-        return [None]
-    if version is not None and version >= _FIRST_WITH_SIX:
-        return []
-    raise UnsupportedField(
-        f"{' and '.join(_FLAGS)} of lora_request can be sent to vLLM up to 0.26 and from 0.33, "
-        f"engine {engine.engine_index} is {engine.engine_version!r:.40}: leave them out"
-    )
+    release = release_of(engine)
+    if release is None:
+        raise UnsupportedField(
+            f"{' and '.join(_FLAGS)} of lora_request are elsewhere in other releases of vLLM, "
+            f"engine {engine.engine_index} is {engine.engine_version!r:.40}: leave them out"
+        )
+    return [] if release >= _FIRST_WITH_SIX else [None]
 
 
 def _fields(value: object) -> dict[str, Any]:

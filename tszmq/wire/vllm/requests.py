@@ -18,13 +18,15 @@ from tszmq.wire.base import AddRequest
 from tszmq.wire.vllm.eos import ModelFacts
 from tszmq.wire.vllm.extra import EXTRA_TOKENS, check_extra, place_extra, put
 from tszmq.wire.vllm.lora import lora_array
-from tszmq.wire.vllm.structured import structured_outputs
+from tszmq.wire.vllm.releases import release_of
+from tszmq.wire.vllm.structured import structured_outputs, without_choice
 
 __all__ = ["check_request", "encode_request"]
 
 _ADD = b"\x00"
 _PRIORITY = 13  # its place in a request
 _DELTA = 1  # output_kind: only what is new
+_FIRST_WITH_CHOICES = (0, 33)  # whose xgrammar backend compiles them
 _MAX_TEMPERATURE = 2.0
 _PRIORITY_LIMIT = 2**63
 _MAX_LENGTH = 2**31 - 1
@@ -120,6 +122,9 @@ def _sampling_map(request: AddRequest, model: ModelFacts) -> dict[str, Any]:
         sampling["logit_bias"] = params.logit_bias
     constraint = structured_outputs(params)
     if constraint is not None:
+        release = release_of(request.engine)
+        if "choice" in constraint and release is not None and release < _FIRST_WITH_CHOICES:
+            constraint = without_choice(constraint)
         sampling["structured_outputs"] = constraint
     _place_stops(sampling, params, model)
     return sampling

@@ -18,7 +18,7 @@ from tszmq.types import SamplingParams
 from tszmq.wire.described import is_text
 from tszmq.wire.vllm.schemas import beyond_guidance, beyond_xgrammar
 
-__all__ = ["structured_outputs"]
+__all__ = ["structured_outputs", "without_choice"]
 
 # Constraints with a neutral name, and their names on the wire.
 _NEUTRAL = {
@@ -86,6 +86,17 @@ def _backend_for(text: str) -> str:
         "does not know: change it, or name the backend that the engine was started with in "
         "extra={'structured_outputs': {'_backend': ...}}"
     )
+
+
+def without_choice(constraint: dict[str, Any]) -> dict[str, Any]:
+    """The same for xgrammar before 0.33, which compiles no choice: the frontend writes a grammar
+    (``choice_as_grammar``). Other backends do."""
+    if constraint["_backend"] != "xgrammar":
+        return constraint
+    texts = [text.replace("\\", "\\\\").replace('"', '\\"') for text in constraint["choice"]]
+    grammar = "root ::= " + " | ".join(f'"{text}"' for text in texts)
+    rest = {key: value for key, value in constraint.items() if key != "choice"}
+    return {**rest, "grammar": grammar}
 
 
 def _check_options(options: object) -> None:
