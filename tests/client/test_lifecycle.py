@@ -958,6 +958,9 @@ def test_a_bound_below_what_engines_register(client_and_engines):
     with pytest.raises(tszmq.InvalidRequest, match="takes at most 98"):
         client.generate([1] * 99)
     answer_one(client, engine)
+    wide, [narrow] = client_and_engines(max_request_tokens=1000, engine={"max_model_len": 50})
+    assert wide.engines[0].max_model_len == 50  # theirs stands where it is the lower one
+    answer_one(wide, narrow)
     for wrong, kind in ((0, tszmq.InvalidRequest), (1.5, TypeError), ("9", TypeError)):
         with pytest.raises(kind, match="max_request_tokens"):
             tszmq.Client.bind("tcp://127.0.0.1:*", max_request_tokens=wrong)
